@@ -28,7 +28,7 @@ from threefold.engine.data_parallel.protocol import sum_of_squares
 from threefold.engine.kernels.loss_and_optimizer import many_tensors
 from threefold.engine.kernels.loss_and_optimizer.adamw_triton import adamw_step
 from threefold.engine.optim.adamw import AdamW
-from threefold.engine.optim.muon import Muon, orthogonalise
+from threefold.engine.optim.muon import Muon, orthogonalize
 from threefold.engine.step import to_device, train_step
 from threefold.plan.parse import parse
 
@@ -144,8 +144,8 @@ def measure_muon(device: torch.device, tiny: bool) -> dict[str, Any]:
     for shape in list(shapes.values())[-2:] + list(shapes.values())[:1]:
         x = torch.randn(shape, device=device)
         calls: dict[str, Callable[[], object]] = {
-            "fp32": lambda x=x: orthogonalise(x),  # type: ignore[misc]
-            "bf16": lambda x=x: orthogonalise(x, dtype=torch.bfloat16),  # type: ignore[misc]
+            "fp32": lambda x=x: orthogonalize(x),  # type: ignore[misc]
+            "bf16": lambda x=x: orthogonalize(x, dtype=torch.bfloat16),  # type: ignore[misc]
         }
         if len(shape) == 2:
             theirs = nn.Parameter(x.bfloat16())
@@ -155,7 +155,7 @@ def measure_muon(device: torch.device, tiny: bool) -> dict[str, Any]:
         flops = x.numel() * 5 * (4 * short + 2 * short**2 / long)
         for name, ms in median_ms(calls, device, rounds=2).items():
             rows[f"{shape} {name}"] = {"ms": ms, "tflops": flops / ms / 1e9}
-            print(f"orthogonalise {shape!s:18} {name:30} {ms:8.2f} ms {flops / ms / 1e9:6.0f} TFLOP/s", flush=True)
+            print(f"orthogonalize {shape!s:18} {name:30} {ms:8.2f} ms {flops / ms / 1e9:6.0f} TFLOP/s", flush=True)
     params = {name: nn.Parameter(torch.zeros(s, device=device, dtype=torch.bfloat16)) for name, s in shapes.items()}
     for p in params.values():
         p.grad = torch.randn_like(p)

@@ -49,7 +49,7 @@ def test_the_same_command_again_resumes(
     assert main([*words, "--out", str(parts), "--stop-at", "3"]) == 0
     assert main([*words, "--out", str(parts)]) == 0
     steps = math.ceil(2 * SEQUENCES / 4)
-    assert "resuming behind step 3" in capsys.readouterr().err
+    assert "resuming after step 3" in capsys.readouterr().err
     assert rows(parts, "loss") == rows(whole, "loss")
     assert sorted(rows(whole, "loss")) == [*range(1, steps + 1)]
 
@@ -123,7 +123,7 @@ def test_a_run_stops_early_and_keeps_its_best(
     words += ["--max-length", "64", "--batch-size", "4", "--lr", "0.1", "--warmup", "20", "run.tensorboard=false"]
     words += ["job.steps=60", "run.eval_every=2", "run.save_every=1", "run.keep=1", "--early-stopping", "2"]
     assert main(words) == 0
-    assert "ending early behind step" in capsys.readouterr().err
+    assert "ending early after step" in capsys.readouterr().err
     losses = rows(run, "eval_loss")
     best = min(losses, key=lambda step: losses[step])
     last = max(losses)

@@ -104,7 +104,7 @@ def test_finetune_stop_reshard_go_on_and_export(
     again = threefold("train", str(run), f"job.steps={stopped + 2}", *layout)
     processes.append(again)
     assert again.wait(LIMIT_SECONDS) == 0
-    assert f"resuming behind step {stopped} of {stopped + 2}" in capfd.readouterr().err
+    assert f"resuming after step {stopped} of {stopped + 2}" in capfd.readouterr().err
     assert max(losses(run)) == stopped + 2
 
     assert main(["export-hf", str(run), "--out", str(out)]) == 0

@@ -253,7 +253,7 @@ def test_a_run_stops_at_a_step_and_goes_on(tmp_path: Path, capsys: pytest.Captur
     assert "stopped at step 2 of 4" in capsys.readouterr().out
     assert main(words) == 0
     out, err = capsys.readouterr()
-    assert "resuming behind step 2 of 4" in err
+    assert "resuming after step 2 of 4" in err
     assert "finished at step 4 of 4" in out
 
 

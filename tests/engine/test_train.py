@@ -29,7 +29,7 @@ from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.lr_schedule import learning_rate
-from threefold.engine.optim.muon import Muon, orthogonalise
+from threefold.engine.optim.muon import Muon, orthogonalize
 from threefold.engine.run.checkpoints import Checkpoints, read_checkpoint, write_checkpoint
 from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.run.folder import CHECKPOINTS, METRICS
@@ -215,7 +215,7 @@ def test_parameters_without_gradient_stay() -> None:
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (3, 8, 24)])
 def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, ...]) -> None:
     update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    made = orthogonalise(update)
+    made = orthogonalize(update)
     values = torch.linalg.svdvals(made)
     # Jordan et al. chose the coefficients for speed: values land between 0.7 and 1.2, not on 1.
     assert values.min() > 0.65
@@ -227,10 +227,10 @@ def test_orthogonalise_brings_singular_values_near_one(shape: tuple[int, ...]) -
 
 def test_a_stack_of_matrices_is_made_orthogonal_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = torch.randn(5, 8, 24, generator=torch.Generator().manual_seed(0))
-    whole = orthogonalise(stack)
+    whole = orthogonalize(stack)
     monkeypatch.setattr("threefold.engine.optim.muon._MAX_NUMEL_AT_ONCE", 2 * 8 * 24)
-    torch.testing.assert_close(orthogonalise(stack), whole)
-    torch.testing.assert_close(whole[3], orthogonalise(stack[3]))
+    torch.testing.assert_close(orthogonalize(stack), whole)
+    torch.testing.assert_close(whole[3], orthogonalize(stack[3]))
 
 
 def test_muon_takes_matrices_and_learns() -> None:
@@ -518,9 +518,9 @@ def test_sigterm_saves_and_ends_well(start: Callable[..., BaseProcess], data: di
         assert last > reached
         assert [line["step"] for line in metrics(folder)] == list(range(1, last + 1))
         assert newest(folder)[1]["step"] == last
-        assert f"stopping behind step {last}, saving" in lines_of(said)
+        assert f"stopping after step {last}, saving" in lines_of(said)
         if reached:
-            assert f"resuming behind step {reached} of {LONG}" in lines_of(said)
+            assert f"resuming after step {reached} of {LONG}" in lines_of(said)
         reached = last
 
 
@@ -571,7 +571,7 @@ class Killings:
         said = [line for line in said if not line.startswith(("CPU threads", "starting from random weights"))]
         assert all(line.startswith("resuming") for line in said), said
         if said:
-            assert said == [f"resuming behind step {steps[-1]} of {self.fields['job.steps']}"]
+            assert said == [f"resuming after step {steps[-1]} of {self.fields['job.steps']}"]
             self.num_resumed += 1
 
 

@@ -254,7 +254,7 @@ class KilledRun:
         if self.case.with_agent:
             self.num_resumed += len(told) if has_ended else 0
             return
-        wanted = [f"resuming behind step {self._newest} of {STEPS}"] if self._newest else []
+        wanted = [f"resuming after step {self._newest} of {STEPS}"] if self._newest else []
         assert told == wanted or (not told and not has_ended), f"{told}, not {wanted}"
         self.num_resumed += len(told)
 

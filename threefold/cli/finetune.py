@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-best", action="store_true", help="keep the checkpoint of the lowest evaluation loss")
     parser.add_argument("--plan-only", action="store_true", help="show the plan and stop: nothing is written")
     parser.add_argument("--threads", type=int, help="CPU threads of a rank")
-    parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and stop behind this step")
+    parser.add_argument("--stop-at", type=int, metavar="STEP", help="save and stop after this step")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, help="CPU threads of a rank (default: the cores over the ranks, fewer for small models)"
     )
     parser.add_argument(
-        "--stop-at", type=int, metavar="STEP", help="save and stop behind this step; the same command goes on later"
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; the same command continues later"
     )
     parser.add_argument(
         "--profile",

@@ -16,7 +16,7 @@ from torch import Tensor
 class Images(NamedTuple):
     """The images of one microbatch, in the order of their tokens. A video is one image for each pair of frames."""
 
-    # Normalised values, channels x frames x height x width of a patch, in the image processor's order. On the host: the
+    # Normalized values, channels x frames x height x width of a patch, in the image processor's order. On the host: the
     # encoder moves them, so that the device holds those of one microbatch at a time.
     patches_PC: Tensor
     grids_I2: Tensor  # int64 on the CPU: height and width of each image in patches, before merging
@@ -32,7 +32,7 @@ class Batch:
     `lengths` are the tokens of each sequence that are no padding; None where there is none.
 
     Vision-language models have `positions_3BS` (temporal, height, width; equal for text) instead of `positions_BS`, and
-    `images`, which is None where the microbatch has no image. `num_bad_images` could not be decoded; they are grey,
+    `images`, which is None where the microbatch has no image. `num_bad_images` could not be decoded; they are gray,
     and their documents have no labels.
 
     With dynamic context parallelism `cp_degree` ranks share the microbatch, `lengths` are those of its documents, and
@@ -52,7 +52,7 @@ class Batch:
     sample_lengths: tuple[int, ...] | None = None  # one for each of `lengths`; None: they are the same
 
     def pin(self, device: torch.device) -> "Batch":
-        """The batch in pinned memory, from which it can be copied to this device while the host goes on.
+        """The batch in pinned memory, from which it can be copied to this device while the host continues.
 
         Patches of images stay where they are: they are many, and the encoder moves them.
         """
@@ -66,5 +66,6 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: other ranks have work, and this one takes part in their collectives."""
+        """Return whether there is nothing to compute: other ranks have work, and this one takes part in their
+        collectives."""
         return self.cp_degree is not None and not self.lengths

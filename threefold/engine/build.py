@@ -159,7 +159,7 @@ def parts_alone(model: Decoder, optimizer: AdamW | Muon) -> Parts:
 
 
 def _defer_updates(optimizer: AdamW | Muon, data: SingleRank | Zero1 | Fsdp, chunks: dict[int, Decoder]) -> None:
-    """Run the updates of states on the host beside the next forward, where nothing stands against it.
+    """Run the updates of states on the host during the next forward, where nothing stands against it.
 
     A compiled module waits for all its parameters before it runs, so that there is little to hide. Gradients that lie
     in no bucket may be memory of a CUDA graph, to which the graphs of the next forward write.
@@ -193,7 +193,7 @@ def _model_and_data(
 
 
 def why_not_fused(plan: Plan) -> str | None:
-    """Why weight-gradient GEMMs cannot add into the gradient buffer; None where they can."""
+    """The reason why weight-gradient GEMMs cannot add into the gradient buffer; None where they can."""
     if plan.knobs.data_parallel != "zero1":
         return f"{plan.knobs.data_parallel} reduces the gradients that autograd makes"
     return None
@@ -267,7 +267,7 @@ def open_loader(plan: Plan, mesh: Mesh, job: Job, evaluation: bool = False, padd
 
 
 def length_multiple(layout: Layout) -> int:
-    """What the length of a microbatch must be a multiple of, for the ranks that share it."""
+    """The number of which the length of a microbatch is a multiple, for the ranks that share it."""
     return (2 * layout.cp if layout.cp > 1 else 1) * layout.tp
 
 

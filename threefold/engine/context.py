@@ -30,7 +30,7 @@ class EngineContext:
     fused_kernels: bool = os.environ.get("THREEFOLD_FUSED") != "0"
     # dist/host_sizes.py: where the host gets the row counts of an exchange in place of reading them from the device.
     size_source: Callable[[int, int, bool], list[int]] | None = None
-    # dist/collectives.py: each is told of every collective before it starts.
+    # dist/collectives.py: each sees every collective before it starts.
     collective_observers: tuple[Callable[[Any], Any], ...] = ()
     # autograd/saved_tensors.py: handlers of the tensors that autograd saves, the innermost last.
     saved_tensor_handlers: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class EngineContext:
     node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None
     # effects/observe_step.py: what code paths a step took, by kind and detail; None in a step that is not observed.
     event_counts: Counter[tuple[str, str]] | None = None
-    # effects/activation_bytes.py: told of tensors that recompute and offload keep from being saved; None: not observed.
+    # effects/activation_bytes.py: sees tensors that recompute and offload keep from being saved; None: not observed.
     activation_observer: Any = None
     # effects/own_times.py: entered around every wait for other ranks; None: nobody measures.
     wait_timer: Callable[[], AbstractContextManager[None]] | None = None

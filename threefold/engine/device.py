@@ -18,7 +18,8 @@ def device_type(device: torch.device) -> str:
 
 
 def is_simulated() -> bool:
-    """Whether tensors stand for those of a GPU: then no kernel can be launched, and host memory is not separate."""
+    """Return whether tensors stand for those of a GPU: then no kernel can be launched, and host memory is not
+    separate."""
     return context.simulated_device == "cuda"
 
 

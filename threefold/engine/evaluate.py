@@ -114,11 +114,11 @@ def _by_document(batch: Batch) -> Iterator[list[int]]:
     """The labels of each document of a microbatch of one sequence, which decode to its text."""
     labels = batch.labels_BS[0].tolist()
     documents = [0] * len(labels) if batch.documents_BS is None else batch.documents_BS[0].tolist()
-    found: dict[int, list[int]] = {}
+    labels_by_document: dict[int, list[int]] = {}
     for document, label in zip(documents, labels, strict=True):
         if label != IGNORE:
-            found.setdefault(document, []).append(label)
-    return iter(found.values())
+            labels_by_document.setdefault(document, []).append(label)
+    return iter(labels_by_document.values())
 
 
 QUESTIONS = ("question", "prompt", "context", "query")
@@ -135,12 +135,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How many questions the model answers right."""
+    """The number of questions that the model answers right."""
 
     num_questions: int
     num_right: int  # by the probability of the whole choice
     num_right_normalized: int  # by its probability over its bytes, so that long choices have no disadvantage
-    num_by_chance: float  # that guessing gives
+    num_by_chance: float  # that guessing reaches
 
     @property
     def accuracy(self) -> float:
@@ -196,7 +196,7 @@ def _answer(given: Any, choices: Sequence[str]) -> int | None:
 
 @torch.no_grad()
 def answer_questions(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question]) -> Accuracy:
-    """Score every choice behind its question by the probability of its tokens."""
+    """Score every choice after its question by the probability of its tokens."""
     model.eval()
     right = normalized = 0
     by_chance = 0.0
@@ -213,7 +213,7 @@ def answer_questions(model: Decoder, tokenizer: Tokenizer, questions: Sequence[Q
 
 @torch.no_grad()
 def choice_scores(model: Decoder, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> Iterator[float]:
-    """The log-probability of each choice behind the prompt."""
+    """The log-probability of each choice after the prompt."""
     device = model.head_weight.device
     for choice in choices:
         tokens_BS = torch.tensor([[*prompt, *choice]], device=device)
@@ -225,7 +225,7 @@ def choice_scores(model: Decoder, prompt: Sequence[int], choices: Sequence[Seque
 
 
 def _choice_text(prompt: Any, choice: str) -> str:
-    """A choice behind a text begins with a space, as a word does; an answer of a chat does not."""
+    """A choice after a text begins with a space, as a word does; an answer of a chat does not."""
     needs_space = isinstance(prompt, str) and prompt and not prompt[-1].isspace() and not choice[0].isspace()
     return f" {choice}" if needs_space else choice
 

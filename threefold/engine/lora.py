@@ -26,7 +26,7 @@ LORA_A, LORA_B = "lora_a", "lora_b"  # what the names of adapters end in
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What adapters a model gets."""
+    """The adapters that a model gets."""
 
     rank: int
     scale: float  # of the adapters' output: alpha over the rank
@@ -43,7 +43,7 @@ def lora_settings(job: Job) -> LoraSettings | None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 

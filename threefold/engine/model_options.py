@@ -45,7 +45,7 @@ class Options:
     graph_memory_bytes: float | None = None  # the budget of their memory; None: any
     compile: bool = False  # norms, routers and dense MLPs run through torch.compile
     freeze: tuple[str, ...] = ()  # parts of the model, or patterns of parameter names, that do not train
-    lora: LoraSettings | None = None  # adapters beside frozen weights
+    lora: LoraSettings | None = None  # adapters next to frozen weights
 
     @property
     def router_loss_weights(self) -> dict[str, float]:

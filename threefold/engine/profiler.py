@@ -40,13 +40,13 @@ def profiled_window(step: int, last_step: int) -> tuple[int, int]:
     """
     if step >= last_step:
         enough = step + FIRST_STEP + NUM_STEPS - 1
-        found = Finding(
+        finding = Finding(
             rule="profile-has-steps",
             at="--profile",
             problem=f"no step is left to profile: the run is at step {step}, and this start ends at step {last_step}",
             advice=f"raise job.steps (and --stop-at) to {enough}, or profile a new run (--run)",
         )
-        raise FindingsError([found])
+        raise FindingsError([finding])
     first = min(step + FIRST_STEP, last_step)
     return first, min(NUM_STEPS, last_step - first + 1)
 
@@ -76,7 +76,7 @@ class StepProfiler:
             yield
 
     def finish(self, number: int) -> None:
-        """Behind step `number`: write the trace once the last step of the window is done."""
+        """After step `number`: write the trace once the last step of the window is done."""
         if number == self.last:
             self.close()
 

@@ -1,4 +1,4 @@
-"""How a run begins: with weights of another run or imported ones, and what a failed start leaves.
+"""The start of a run: with weights of another run or imported ones, and what a failed start leaves.
 
 `train_state.py` calls `fill_from_run` for `threefold train --from`, which starts from the newest checkpoint of another
 run, whatever the layout of either. The contract of the new run has the lineage: one entry for each run before it, the
@@ -38,7 +38,7 @@ _OF_A_START = (PLAN, CONTRACT, LOCK, f"{PLAN}.partial", f"{CONTRACT}.partial")
 
 
 class Start:
-    """How far a start has come."""
+    """The progress of a start."""
 
     has_folder = False  # the lock of the folder is held by this run
     has_begun = False  # from now on nothing is removed
@@ -46,7 +46,7 @@ class Start:
 
 @contextmanager
 def removed_on_failure(folder: Path) -> Iterator[Start]:
-    """Where the block raises before it sets `has_begun`, remove the files that were not there before.
+    """Remove the files that were not there before, where the block raises before it sets `has_begun`.
 
     Checkpoints, imported weights and logs are never touched, nor anything of a run that had started earlier, nor of
     one that holds the folder's lock.
@@ -140,7 +140,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class FilledFrom:
-    """What was read of another run."""
+    """The weights that were read of another run."""
 
     step: int
     lineage: list[dict[str, Any]]
@@ -198,10 +198,10 @@ def _entry(origin: Origin, plan: Plan, opened: OpenCheckpoint) -> dict[str, Any]
 def _lineage(run: Path) -> list[dict[str, Any]]:
     """The runs before this one, from its contract."""
     try:
-        found = read_json_object(run / CONTRACT, within=run).get("lineage")
+        lineage = read_json_object(run / CONTRACT, within=run).get("lineage")
     except (OSError, ValueError):  # no contract
         return []
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [entry for entry in lineage if isinstance(entry, dict)] if isinstance(lineage, list) else []
 
 
 def inherit_files(origin: Origin, folder: Path, plan: Plan) -> None:

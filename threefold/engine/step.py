@@ -33,7 +33,7 @@ _SAME_ON_TP_RANKS = ("ce", "mtp", "weighted/mtp")
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did."""
+    """The result of a step."""
 
     loss: float  # mean cross entropy over all labels of the step
     grad_norm: float  # before clipping

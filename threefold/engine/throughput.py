@@ -38,7 +38,7 @@ PART_SECONDS = ("encoder_seconds", "projector_seconds", "decoder_seconds")
 
 
 class StepWork(NamedTuple):
-    """What all ranks together did in a step."""
+    """The work of all ranks in a step."""
 
     num_tokens: float  # padding included
     num_useful_tokens: float
@@ -214,7 +214,8 @@ class PartTimes:
         self._metrics.append(tuple(float(metrics[name]) for name in SUMMARY))
 
     def summary(self) -> list[str]:
-        """Where the time of a median step went, the useful work of a second, and whether there was any image."""
+        """Describe where the time of a median step went, the useful work of a second, and whether there was any
+        image."""
         if not self.is_measured or not self._metrics:
             return []
         median = dict(zip(SUMMARY, map(statistics.median, zip(*self._metrics, strict=True)), strict=True))

@@ -102,7 +102,7 @@ def _within(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
 
 
 def _agree_to_stop(state: TrainState, hooks: Sequence[Hook]) -> bool:
-    """Whether a hook of any rank wants to stop: all ranks stop after the same step."""
+    """Return whether a hook of any rank wants to stop: all ranks stop after the same step."""
     is_there = state.stop_at is not None and state.step >= state.stop_at
     wanted = is_there or any(hook.wants_to_stop() for hook in hooks)
     asked = torch.tensor(int(wanted), device=state.parts.device)

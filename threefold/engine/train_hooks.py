@@ -1,4 +1,4 @@
-"""What a run does besides its steps, hung on named moments of the training loop (`train.py`).
+"""Everything that a run does besides its steps, hung on named moments of the training loop (`train.py`).
 
 A hook overrides the moments that it needs:
 
@@ -175,15 +175,15 @@ class CountSkippedSteps(Hook):
         state, result = self.state, step.result
         if result.applied or result.overflowed or state.bad_steps <= state.plan.run.bad_steps:
             return
-        with state.during("saving behind steps that were not finite"):  # they changed nothing: the weights are sound
+        with state.during("saving after steps that were not finite"):  # they changed nothing: the weights are sound
             state.save(wait=True)
-        found = Finding(
+        finding = Finding(
             rule="loss-is-finite",
             at=f"step {state.step}",
             problem=f"{state.bad_steps} steps had a loss or gradient that is not finite",
             advice="lower job.lr, check the data; the last checkpoint is intact",
         )
-        raise FindingsError([found])
+        raise FindingsError([finding])
 
 
 class ProfileSteps(Hook):

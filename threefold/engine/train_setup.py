@@ -1,4 +1,4 @@
-"""What a rank does before its first step: cores, threads, other ranks, the folder of the run, watchdog, parts, state.
+"""Sets a rank up before its first step: cores, threads, other ranks, the folder of the run, watchdog, parts, state.
 
 `train.py` calls `enter_world` and `set_up`.
 """

@@ -68,7 +68,7 @@ class TrainState:
     bad_steps: int = 0  # steps whose loss or gradient was not finite, and which changed nothing
     overflow_steps: int = 0  # steps that changed nothing because fp16's loss scale was too large
     asked_to_stop: bool = False  # set by the signal handler of this rank and by nothing else, so that no signal is lost
-    stop_at: int | None = None  # the step behind which the run stops as if it were asked to
+    stop_at: int | None = None  # the step after which the run stops as if it were asked to
     stopping: bool = False  # agreed by all ranks between two steps
     best: BestEvaluation = field(default_factory=BestEvaluation)
     last: dict[str, Any] = field(default_factory=dict)  # metrics of the last step
@@ -76,7 +76,7 @@ class TrainState:
     load_LE: Tensor | None = None  # tokens of each expert in the last step
 
     def tensors(self) -> Tensors:
-        """What this rank saves, by name. Over all ranks every element is saved once."""
+        """The tensors that this rank saves, by name. Over all ranks every element is saved once."""
         parts = self.parts
         parts.data.finish_param_sync()
         placed = {owned.name: owned for owned in parts.data.owned}
@@ -108,7 +108,7 @@ class TrainState:
         return state
 
     def tensors_to_load(self) -> Tensors:
-        """What this rank reads from a checkpoint: all that it holds, whichever rank saved it."""
+        """The tensors that this rank reads from a checkpoint: all that it holds, whichever rank saved it."""
         parts = self.parts
         updated = {owned.name: owned for owned in parts.data.updated}
         # FSDP's weights are master weights: the optimizer's state fills them.
@@ -167,11 +167,11 @@ class TrainState:
         optimizer.load_split_masters({name.removeprefix("optimizer."): value for name, value in memory.items()})
 
     def ask_to_stop(self) -> None:
-        """Ask the loop to end behind its step. A signal handler calls it: one that prints could fall into a print."""
+        """Ask the loop to end after its step. A signal handler calls it: one that prints could fall into a print."""
         self.asked_to_stop = True
 
     def during(self, phase: str) -> AbstractContextManager[None]:
-        """Tell the watchdog of a phase beside the steps, which may take as long as it likes."""
+        """Tell the watchdog of a phase between the steps, which may take as long as it likes."""
         return self.watchdog.phase(phase) if self.watchdog else nullcontext()
 
     def save(self, wait: bool = False) -> None:
@@ -185,16 +185,17 @@ class TrainState:
 
     def why_it_stops(self) -> str:
         if not self.has_stopped_improving or self.asked_to_stop:
-            return f"stopping behind step {self.step}, saving"
+            return f"stopping after step {self.step}, saving"
         evaluations = format_many(self.best.num_since, "evaluation")
         return (
-            f"ending early behind step {self.step}: the last {evaluations} were no better than {self.best.loss:.4f} of "
+            f"ending early after step {self.step}: the last {evaluations} were no better than {self.best.loss:.4f} of "
             f"step {self.best.step} (run.early_stop)"
         )
 
     @property
     def has_stopped_improving(self) -> bool:
-        """Whether so many evaluations in a row were no better than the best that the run ends (`run.early_stop`)."""
+        """Return whether so many evaluations in a row were no better than the best that the run ends
+        (`run.early_stop`)."""
         return 0 < self.plan.run.early_stop <= self.best.num_since
 
 
@@ -216,7 +217,7 @@ def start_or_resume(state: TrainState, tell: Callable[[str], None], origin: Orig
         run_on_first_rank(group, lambda: record_plan(folder, plan))
         is_past = state.step > plan.job.steps
         of_steps = f", past job.steps = {plan.job.steps}" if is_past else f" of {plan.job.steps}"
-        tell(f"resuming behind step {state.step}{of_steps}")
+        tell(f"resuming after step {state.step}{of_steps}")
         return
     run_on_first_rank(group, lambda: check_context(folder, plan, origin is not None))
     lineage = _start_from_run(state, origin, tell).lineage if origin else []
@@ -264,26 +265,26 @@ def _start_from_imported(state: TrainState, tell: Callable[[str], None]) -> None
 
 
 def load_run(folder: Path, say: Callable[[str], None], newest: bool = False) -> Decoder:
-    """The model of a run at its newest sound checkpoint, whole, for sampling. `say` is told of damaged ones.
+    """The model of a run at its newest sound checkpoint, whole, for sampling. `say` prints damaged ones.
 
     Where the run keeps its best checkpoint, it is that one, unless `newest` is asked for.
     """
     plan = read_run_plan(folder)
     checkpoints = Checkpoints(folder / CHECKPOINTS, plan.run.keep)
-    found = checkpoints.open_latest(say)
-    if found is None:
+    checkpoint = checkpoints.open_latest(say)
+    if checkpoint is None:
         problem = Finding(
             rule="run-has-checkpoint", at=str(folder), problem="no checkpoint yet", advice="train it first"
         )
         raise FindingsError([problem])
-    if found.folder != checkpoints.path(checkpoints.steps()[-1]):
-        say(f"answering from step {found.facts.get('step')}, not from the newest checkpoint")
+    if checkpoint.folder != checkpoints.path(checkpoints.steps()[-1]):
+        say(f"answering from step {checkpoint.facts.get('step')}, not from the newest checkpoint")
     if plan.run.keep_best and not newest:
-        found = checkpoints.open_best(found, say)
-    check_is_model(found, plan)
+        checkpoint = checkpoints.open_best(checkpoint, say)
+    check_is_model(checkpoint, plan)
     model = build_for_inference(plan)
-    tensors = found.allocate_tensors(MODEL)
-    found.fill(tensors)
+    tensors = checkpoint.allocate_tensors(MODEL)
+    checkpoint.fill(tensors)
     model.load_state_dict({name.removeprefix(MODEL): value for name, value in tensors.items()})
     return model
 

@@ -36,8 +36,8 @@ def multimodal_positions(
 ) -> Tensor:
     """The temporal, height and width position (3, S) of each token of one document, as transformers counts them.
 
-    Text counts on in all three. An image's tokens have one temporal position, and their row and column beside it; the
-    text behind it goes on after the longer side.
+    Text counts on in all three. An image's tokens have one temporal position, and their row and column next to it; the
+    text after it continues after the longer side.
 
     Args:
         tokens_S: the ids of the document.
@@ -70,12 +70,12 @@ def _image(rows: int, columns: int, start: int) -> Tensor:
 
 def patch_coordinates(grids_I2: Tensor, merge: int) -> Tensor:
     """Row and column (P, 2) of each patch in its image, in the order of blocks."""
-    found = []
+    coordinates = []
     for height, width in grids_I2.tolist():
         both = torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij"))
         blocks = both.unflatten(1, (-1, merge)).unflatten(3, (-1, merge)).transpose(2, 3)
-        found.append(blocks.reshape(2, -1).T)
-    return torch.cat(found)
+        coordinates.append(blocks.reshape(2, -1).T)
+    return torch.cat(coordinates)
 
 
 def blend_position_rows(coordinates_P2: Tensor, grids_I2: Tensor, side: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def blend_position_rows(coordinates_P2: Tensor, grids_I2: Tensor, side: int) -> 
     at_P2 = coordinates_P2.float() * (side - 1) / (size_P2 - 1).clamp(min=1)
     low_P2 = at_P2.floor()
     part_P2 = at_P2 - low_P2
-    # Dims: patch, axis (row, column), neighbour (below, above).
+    # Dims: patch, axis (row, column), neighbor (below, above).
     index_P22 = torch.stack([low_P2, low_P2 + 1], dim=2).long().clamp(max=side - 1)
     weight_P22 = torch.stack([1 - part_P2, part_P2], dim=2)
     index_P4 = index_P22[:, 0, :, None] * side + index_P22[:, 1, None, :]
@@ -95,21 +95,21 @@ def blend_position_rows(coordinates_P2: Tensor, grids_I2: Tensor, side: int) -> 
     return index_P4.flatten(1), weight_P4.flatten(1)
 
 
-CHANNELS = 3  # colours of a pixel
+CHANNELS = 3  # colors of a pixel
 EPS = 1e-6  # of every norm: Qwen3-VL's code states it, and no configuration does
 _THETA = 10_000.0  # of the rotary positions of patches, likewise
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """What every layer needs to know of the images; computed once for a forward."""
+    """The layout of all images, which every layer needs; computed once for a forward."""
 
     bounds: PictureBounds
     table: tuple[Tensor, Tensor]  # cosines and sines (1, P, F)
 
 
 class PatchEmbedding(nn.Module):
-    """A linear of the patch's values, plus its position: a learnt square table, stretched over the image."""
+    """A linear of the patch's values, plus its position: a learned square table, stretched over the image."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class VisionEncoder(nn.Module):
             layer.recomputed = self.recomputed
 
     def forward(self, images: Images) -> list[Tensor]:
-        """The hidden states behind the last layer, then those behind each layer of `spec.deepstack`."""
+        """The hidden states after the last layer, then those after each layer of `spec.deepstack`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains(self)):
             return self._encode(images)
 
@@ -228,7 +228,7 @@ def axial_table(coordinates_P2: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether some parameter of the module gets a gradient."""
+    """Return whether some parameter of the module gets a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -285,10 +285,10 @@ class Projector(nn.Module):
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What the projector gives for the images of a microbatch, and where its tokens are."""
+    """The features that the projector makes of the images of a microbatch, and where its tokens are."""
 
     main_VD: Tensor  # takes the place of the tokens' embeddings
-    deepstack: list[Tensor]  # (V, D) each: added behind the first layers of the decoder, one a layer
+    deepstack: list[Tensor]  # (V, D) each: added after the first layers of the decoder, one a layer
     token_index_V: Tensor  # among the flattened [B * S] tokens
     shape: tuple[int, int]  # B and S
     shard: Callable[[Tensor], Tensor]  # whole sequences (B, S, ...) -> this rank's part of them
@@ -303,7 +303,7 @@ class ImageFeatures:
         return [self._place(feature_VD) for feature_VD in self.deepstack]
 
     def dense_ahead(self, depths: Iterable[int]) -> list[Tensor]:
-        """What MTP depths read of images, one a depth: the main features as hidden states (B, s, D) of the tokens
+        """The inputs of MTP depths, one a depth: the main features as hidden states (B, s, D) of the tokens
         that a depth embeds, zeros at tokens of text."""
         return [self._place(self.main_VD, depth + 1) for depth in depths]
 
@@ -319,5 +319,5 @@ class ImageFeatures:
 
 
 def stands_for_image(tokens_BS: Tensor, ids: VisionTokens) -> Tensor:
-    """Whether each token stands for a part of an image or of a video."""
+    """Return whether each token stands for a part of an image or of a video."""
     return (tokens_BS == ids.image) | (tokens_BS == ids.video)

@@ -21,7 +21,7 @@ from threefold.launch.rank_process import HUNG, LOST_PEER, REFUSED, RankProcess,
 from threefold.launch.stop_signals import SIGNAL_CODE, STOP_SIGNALS, install_handlers, stop_message
 
 LOGS, POLL_SECONDS = "logs", 0.05
-# How long rank 0 may go on after another rank refused. Mostly all refuse for one reason, which rank 0 has told already.
+# How long rank 0 may continue after another rank refused. Mostly all refuse for one reason, which rank 0 has reported.
 REFUSAL_SECONDS = 3.0
 
 
@@ -177,7 +177,7 @@ def _kept_dying(failed: RankProcess, attempt: int, stopping: bool) -> Finding:
         rule="ranks-survive",
         at=f"rank {failed.number}",
         problem=f"{failed.end_reason} {times}",
-        advice=f"read what it said above{log}; the run goes on from its newest checkpoint when it is started again",
+        advice=f"read its output above{log}; the run resumes from its newest checkpoint when it is started again",
     )
 
 
@@ -187,5 +187,5 @@ def _to_forward(number: int) -> int:
 
 
 def _ended_by(code: int, number: int) -> bool:
-    """Whether a process ended by this signal: killed by it, or by its handler of it."""
+    """Return whether a process ended by this signal: killed by it, or by its handler of it."""
     return code in (-number, SIGNAL_CODE + number)

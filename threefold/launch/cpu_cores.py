@@ -72,11 +72,11 @@ def visible_gpus() -> list[str]:
     rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [index for index, _, _ in rows] if shown is None else [name.strip() for name in shown.split(",")]
-    found = []
+    addresses = []
     for name in names:
         matches = [address for index, uuid, address in rows if name == index or (name and uuid.startswith(name))]
-        found += [address.lower()[-12:] for address in matches[:1]]  # nvidia-smi writes eight digits of the domain
-    return found
+        addresses += [address.lower()[-12:] for address in matches[:1]]  # nvidia-smi writes eight digits of the domain
+    return addresses
 
 
 def _cores_near(address: str, sysfs: Path) -> set[int]:

@@ -44,7 +44,7 @@ class RankReport:
 
     @property
     def is_excused(self) -> bool:
-        """Whether the rank is in a phase with a limit of its own, and within that limit."""
+        """Return whether the rank is in a phase with a limit of its own, and within that limit."""
         return self.phase_limit is not None and self.idle_seconds < self.phase_limit
 
     def to_json(self) -> str:
@@ -60,7 +60,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a collective does not end."""
+    """The reason why a collective does not end."""
 
     late_ranks: tuple[int, ...]  # the ranks that all others wait for, directly or not
     is_excused: bool  # the late ranks are in a phase that may take this long
@@ -119,7 +119,8 @@ def _find_late(
 
 
 def _is_in_other_call(report: RankReport, call: OpenCollective) -> bool:
-    """Whether the rank is in a call of the same number but another operation: the ranks run different programs."""
+    """Return whether the rank is in a call of the same number but another operation: the ranks run different
+    programs."""
     other = report.open_call
     return (
         other is not None

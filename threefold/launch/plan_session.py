@@ -28,7 +28,7 @@ END_SECONDS = 20.0  # that a launcher of a cluster has to end its ranks, before 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What the machine reaches at one size."""
+    """The speed that the machine reaches at one size."""
 
     what: str  # "gemm bf16", "attention", "copy", "launch", "all-to-all ep"
     size: int  # rows, tokens of a sequence, or bytes
@@ -67,7 +67,7 @@ class PlanSession:
         return self._run({"fields": dict(fields), "window": dict(window)}, limit_seconds)
 
     def speeds(self, fields: Mapping[str, Any], limit_seconds: float) -> list[Speed]:
-        """What the machine reaches, with the collectives of the axes of this plan; none where that fails."""
+        """The speeds that the machine reaches, with the collectives of the axes of this plan; none where that fails."""
         result = self._run({"fields": dict(fields), "window": None}, limit_seconds)
         return [Speed(**speed) for speed in result.get("speeds", ())]
 
@@ -110,8 +110,8 @@ class PlanSession:
             text = self._results.read_text(encoding="utf-8")
             lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
             if len(lines) >= self._num_jobs:
-                found: dict[str, Any] = json.loads(lines[self._num_jobs - 1])
-                return found
+                result: dict[str, Any] = json.loads(lines[self._num_jobs - 1])
+                return result
             if ended:
                 failed = next((process for process in ended if process.process.returncode), ended[0])
                 return {"error": _failure_reason(failed)}
@@ -139,7 +139,8 @@ def _rank_variables(ranks: int) -> list[dict[str, str]]:
 
 
 def _meeting_point() -> dict[str, str]:
-    """Where ranks of a cluster meet: on the first node, which is this one unless the environment names another."""
+    """The meeting point of ranks of a cluster: on the first node, which is this one unless the environment names
+    another."""
     address = os.environ.get("MASTER_ADDR") or socket.gethostname()
     return {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}
 

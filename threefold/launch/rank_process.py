@@ -44,7 +44,7 @@ class RankProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended. Processes that it started and left behind are killed then."""
+        """Return whether the process has ended. Processes that it started and left behind are killed then."""
         if self.process.poll() is None:
             return False
         if not self.children_killed:
@@ -58,7 +58,7 @@ class RankProcess:
 
     @property
     def end_reason(self) -> str:
-        """How the process ended, in words."""
+        """The end of the process, in words."""
         code = self.process.returncode
         if code in _END_REASONS:
             return _END_REASONS[code]

@@ -20,7 +20,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")  # D-H:M:S, D-H, H
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a plan does not know of the cluster it runs on."""
+    """Facts about the cluster that a plan does not hold."""
 
     time: str | None = None
     partition: str | None = None
@@ -62,7 +62,7 @@ def segment_nodes(plan: Plan) -> int | None:
 
 
 def faults(plan: Plan, options: Options) -> Iterator[Finding]:
-    """What no script can be written for."""
+    """Findings about options for which no script can be written."""
     if shape(plan) is None:
         node = plan.cluster.node
         problem = f"{format_many(plan.cluster.gpus, 'rank')} cannot fill nodes of {node} evenly"
@@ -98,10 +98,10 @@ def _fault(at: str, problem: str, advice: str) -> Finding:
 
 def time_limit(text: str) -> float | None:
     """Minutes of a time limit as sbatch reads it; None where it does not."""
-    found = _TIME.fullmatch(text)
-    if not found:
+    match = _TIME.fullmatch(text)
+    if not match:
         return None
-    days, *parts = ((int(part) if part else None) for part in found.groups())
+    days, *parts = ((int(part) if part else None) for part in match.groups())
     given = [part for part in parts if part is not None]
     if days is not None:  # D-H[:M[:S]]
         hours, minutes, seconds = [*given, 0, 0][:3]
@@ -153,7 +153,7 @@ def node_script(plan: Plan, file: str, options: Options, setup: str, command: st
     """
     place = shape(plan)
     assert place is not None
-    own = ("requeue", "signal=")  # the program would neither save at the signal nor go on after a requeue
+    own = ("requeue", "signal=")  # the program would neither save at the signal nor resume after a requeue
     lines = [
         f"#SBATCH --{line.replace(f'ntasks-per-node={place.per_node}', 'ntasks-per-node=1')}"
         for line in _directives(plan, file, place, options)
@@ -200,15 +200,15 @@ def _head(plan: Plan) -> str:
 
 
 def environment(plan: Plan) -> dict[str, str]:
-    """What ranks must find set before torch is loaded."""
-    found = {}
+    """Variables that must be set before torch is loaded."""
+    variables = {}
     if plan.cluster.chip != "cpu":
-        found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # a collective past its time limit ends the process
-        found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = "900"  # above that limit: the first message is the better one
-        found["NCCL_IB_TIMEOUT"] = "22"  # 4.096 us x 2^22: a link that flaps for seconds does not end a run
+        variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # a collective past its time limit ends the process
+        variables["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = "900"  # above that limit: the first message is the better one
+        variables["NCCL_IB_TIMEOUT"] = "22"  # 4.096 us x 2^22: a link that flaps for seconds does not end a run
     if plan.knobs.max_connections is not None:
-        found["CUDA_DEVICE_MAX_CONNECTIONS"] = str(plan.knobs.max_connections)
-    return found
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = str(plan.knobs.max_connections)
+    return variables
 
 
 def _train(words: list[str], options: Options) -> list[str]:
@@ -247,7 +247,7 @@ def torchrun_commands(plan: Plan, words: list[str], options: Options) -> str:
 
 
 # Seconds that a section of a run may take before its rank counts as hung, as Bridge's guide on resiliency has them;
-# what a run learns later is in ft_state.json beside its checkpoints.
+# what a run learns later is in ft_state.json next to its checkpoints.
 _FT_LAUNCHER = [
     "ft_launcher",
     "--ft-rank_section_timeouts=setup:600,step:180,checkpointing:420",
@@ -282,7 +282,7 @@ exit "$code"
 _TUNING_BODY = """\
 # The tuning runs on this node and starts one task a GPU for its trials. Its folder must be one that all nodes see.
 {head}
-# Finished trials are in the ledger: before the time limit the job waits for its next turn and goes on with them.
+# Finished trials are in the ledger: before the time limit the job waits for its next turn and continues with them.
 {command} &
 task=$!
 trap 'again=1; told=1; kill -TERM "$task"' USR1
@@ -302,8 +302,8 @@ PORT=$((20000 + SLURM_JOB_ID % 20000))
 _BODY = """\
 # One task a GPU: Slurm's signals reach the ranks themselves.
 {head}
-# Ranks end behind their step and save. Before the time limit the job then waits for its next turn; one that is
-# cancelled does not.
+# Ranks end after their step and save. Before the time limit the job then waits for its next turn; one that is
+# canceled does not.
 stopping=0
 stop() {{
     stopping=1

@@ -14,12 +14,12 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SIGNAL_CODE = 128  # shells add the number of the signal to it
-INTERRUPTED = "stopping behind this step, saving; Ctrl-C again ends the run at once, without saving\n"
+INTERRUPTED = "stopping after this step, saving; Ctrl-C again ends the run at once, without saving\n"
 Handler = Callable[[int, FrameType | None], Any]
 
 
 def stop_message(number: int) -> str:
-    """What is said where a signal ended a run outside of its loop, or a second Ctrl-C anywhere."""
+    """The message where a signal ended a run outside of its loop, or a second Ctrl-C anywhere."""
     return f"threefold train: stopped by {signal.Signals(number).name}; checkpoints are as they were\n"
 
 

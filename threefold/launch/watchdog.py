@@ -36,7 +36,7 @@ _LISTEN_PULSES = 3  # every living rank sends at least one heartbeat in so many 
 
 
 class Heartbeats:
-    """Sends and reads heartbeats. An error of the store is noted in `store_error`, not raised: the watchdog goes on."""
+    """Sends and reads heartbeats. An error of the store is noted in `store_error` and not raised."""
 
     def __init__(self, store: Any, rank: int, pulse_seconds: float) -> None:
         # The main thread may block in its connection, so this one is a second.
@@ -49,12 +49,12 @@ class Heartbeats:
 
     def read(self, rank: int) -> RankReport | None:
         key = f"watch/{rank}"
-        found = self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
-        return RankReport.from_json(found) if found else None
+        text = self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return RankReport.from_json(text) if text else None
 
     def claim_diagnosis(self, case: str) -> bool:
-        """Whether this rank is the first to claim a case. A thousand ranks that all read a thousand reports would
-        overload the store."""
+        """Return whether this rank is the first to claim a case. A thousand ranks that all read a thousand reports
+        would overload the store."""
         return self._try(lambda: self._store.add(f"watch/case/{case}", 1)) in (1, None)
 
     def _try(self, request: Callable[[], Any]) -> Any:
@@ -136,7 +136,7 @@ def _end_process(finding: Finding) -> None:
 
 
 class Watchdog:
-    """A context manager around training, inside of which `observe` is told of each collective.
+    """A context manager around training, inside of which `observe` sees each collective.
 
     `limit_seconds` is how long one collective may take.
     """
@@ -264,18 +264,20 @@ class Watchdog:
     def _diagnose(self, call: _OpenCall) -> None:
         """Raise the alarm about a call that takes too long, unless the ranks it waits for are excused."""
         call.diagnosed, call.num_diagnoses = self._now, call.num_diagnoses + 1
-        found = call.report(self._now)
-        if not self._heartbeats.claim_diagnosis(f"{found.communicator}/{found.number}/{call.num_diagnoses}"):
+        open_call = call.report(self._now)
+        if not self._heartbeats.claim_diagnosis(f"{open_call.communicator}/{open_call.number}/{call.num_diagnoses}"):
             return
-        ranks = self._heartbeats.ranks_involved(found)
+        ranks = self._heartbeats.ranks_involved(open_call)
         reports, silent = self._heartbeats.listen(ranks, self.limit, self._send_heartbeat)
         if call is not self._oldest_call():
             return
-        diagnosis = diagnose(found, f"did not arrive within {format_seconds(self.limit)}", reports, silent, self.rank)
+        diagnosis = diagnose(
+            open_call, f"did not arrive within {format_seconds(self.limit)}", reports, silent, self.rank
+        )
         if diagnosis.is_excused:
             call.excused = self._now
         elif self._now - call.excused > self.limit:  # after an excused phase the late ranks have the whole limit again
-            self.alarm(self._finding(str(found), diagnosis.problem))
+            self.alarm(self._finding(str(open_call), diagnosis.problem))
 
     def _diagnose_phase(self) -> None:
         """Raise the alarm about a phase of this rank without progress."""
@@ -296,12 +298,12 @@ class Watchdog:
 
     def _report_lost_peer(self, call: _OpenCall) -> None:
         """Print which ranks are gone, before the error of the collective is raised further."""
-        found = call.report(self._now)
-        reports, silent = self._heartbeats.listen(found.ranks, 0.0, self._send_heartbeat)
+        open_call = call.report(self._now)
+        reports, silent = self._heartbeats.listen(open_call.ranks, 0.0, self._send_heartbeat)
         gone = {rank for rank, report in reports.items() if report is None or report.has_left or rank in silent}
         if gone - {self.rank}:
-            diagnosis = diagnose(found, "went away", reports, silent, self.rank)
-            write_and_flush(sys.stderr, f"{self._finding(str(found), diagnosis.problem)}\n")
+            diagnosis = diagnose(open_call, "went away", reports, silent, self.rank)
+            write_and_flush(sys.stderr, f"{self._finding(str(open_call), diagnosis.problem)}\n")
 
     def _finding(self, at: str, problem: str) -> Finding:
         if self._heartbeats.store_error:

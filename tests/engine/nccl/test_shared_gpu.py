@@ -73,11 +73,11 @@ def test_a_rank_has_a_gpu_of_its_own_unless_a_test_says_otherwise(two_gpus: list
         ("fp32", {"loss": 1e-4}, "DIFFERENT"),
         ("fp32", {"state": 1e-1}, "DIFFERENT"),
         ("fp32", {"gradient": 1e-2, "near_ties": 1}, "tied"),
-        ("fp32", {"problems": ("nothing travelled along tp",), "near_ties": 1}, "DIFFERENT"),
+        ("fp32", {"problems": ("nothing traveled along tp",), "near_ties": 1}, "DIFFERENT"),
         ("bf16", {"gradient": 0.3}, "near"),
         ("bf16", {"loss": 1e-2}, "DIFFERENT"),
         ("bf16", {"norm": 0.1}, "DIFFERENT"),
-        ("bf16", {"problems": ("nothing travelled along tp",)}, "DIFFERENT"),
+        ("bf16", {"problems": ("nothing traveled along tp",)}, "DIFFERENT"),
     ],
 )
 def test_what_counts_as_equal(precision: str, change: dict[str, Any], kind: str) -> None:

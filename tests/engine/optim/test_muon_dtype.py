@@ -10,7 +10,7 @@ from tiny_runs import tiny_plan, tiny_shard
 
 from threefold.engine.build import build
 from threefold.engine.device import simulate
-from threefold.engine.optim.muon import Muon, orthogonalise
+from threefold.engine.optim.muon import Muon, orthogonalize
 from threefold.engine.step import train_step
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -22,12 +22,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 def test_bf16_is_close_to_fp64(shape: tuple[int, ...], device: str) -> None:
     """bf16 rounds by up to 2^-9 at each of fifteen GEMMs; errors of single elements cancel."""
     update = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
-    expected = orthogonalise(update.double())
-    found = orthogonalise(update, dtype=torch.bfloat16)
+    expected = orthogonalize(update.double())
+    found = orthogonalize(update, dtype=torch.bfloat16)
     assert expected.dtype == torch.float64
     assert found.dtype == torch.bfloat16
     assert ((found.double() - expected).norm() / expected.norm()).item() < 0.02
-    narrow = orthogonalise(update.bfloat16(), dtype=torch.bfloat16)
+    narrow = orthogonalize(update.bfloat16(), dtype=torch.bfloat16)
     assert ((narrow.double() - expected).norm() / expected.norm()).item() < 0.03
 
 

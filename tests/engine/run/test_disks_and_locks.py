@@ -92,7 +92,7 @@ def test_a_disk_that_fills_up_costs_nothing_but_time(ranks: int, disk: Path, tmp
     mount(disk, "remount", f"size={int(8 * size)}")
     done = train(ranks, run, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "resuming behind step 2 of 8" in done.stderr
+    assert "resuming after step 2 of 8" in done.stderr
     assert differences(calm, run) == []
 
 

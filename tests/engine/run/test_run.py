@@ -73,10 +73,10 @@ def test_metrics_that_cannot_be_written_end_the_run_with_everything_saved(
     [finding] = caught.value.findings
     assert (finding.rule, finding.at) == ("run-writable", str(tmp_path / METRICS))
     assert "No space left on device" in finding.problem
-    assert said[-1] == "stopping behind step 3, saving"  # the third line was the one that failed
+    assert said[-1] == "stopping after step 3, saving"  # the third line was the one that failed
     monkeypatch.undo()
     trainer = train(tiny_plan(TINY), tmp_path, said.append)
-    assert "resuming behind step 3 of 6" in said
+    assert "resuming after step 3 of 6" in said
     assert trainer.step == 6
     steps = [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()]
     assert steps == [1, 2, 4, 5, 6]

@@ -115,7 +115,7 @@ def test_a_phase_starts_from_the_weights_of_another_run(shard: str, tmp_path: Pa
         (str(second), 1, 64),
     ]
     assert lineage[0]["plan"] == tiny_plan(base).hash
-    assert run({**base, "job.seq_len": 96, "job.steps": 3}, third, Origin(second))[0] == "resuming behind step 2 of 3"
+    assert run({**base, "job.seq_len": 96, "job.steps": 3}, third, Origin(second))[0] == "resuming after step 2 of 3"
 
 
 def test_a_phase_takes_the_optimizer_over_by_choice(shard: str, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_failed_start_leaves_nothing_and_the_corrected_command_runs(shard: str
     run({"job.data": shard, "job.steps": 1}, folder)
     with pytest.raises(FindingsError):  # and a run that exists keeps everything
         run({"job.data": str(tmp_path / "no.tok"), "job.steps": 2}, folder)
-    assert run({"job.data": shard, "job.steps": 1}, folder)[0] == "resuming behind step 1 of 1"
+    assert run({"job.data": shard, "job.steps": 1}, folder)[0] == "resuming after step 1 of 1"
 
 
 def test_the_plan_of_a_start_that_was_killed_does_not_bind(shard: str, tmp_path: Path) -> None:

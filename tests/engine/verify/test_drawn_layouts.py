@@ -198,7 +198,7 @@ def compared(**changes: object) -> Comparison:
         ({"gradient": 2 * TOLERANCE}, "DIFFERENT"),
         ({"weight": float("nan"), "problems": ("1 steps changed nothing",)}, "DIFFERENT"),
         ({"gradient": 1.0, "near_ties": 3}, "tied"),
-        ({"problems": ("nothing travelled along tp",), "near_ties": 3}, "DIFFERENT"),
+        ({"problems": ("nothing traveled along tp",), "near_ties": 3}, "DIFFERENT"),
     ],
 )
 def test_a_difference_is_a_fault_unless_experts_are_tied(changes: dict[str, object], kind: str) -> None:

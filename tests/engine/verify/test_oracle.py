@@ -206,7 +206,7 @@ def test_a_gradient_that_is_zero_by_mathematics_is_compared_with_the_largest() -
 
 @pytest.mark.parametrize(("case", "axis"), [("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("ep", "ep"), ("etp", "etp")])
 def test_comparison_misses_an_axis_that_was_not_used(case: str, axis: str) -> None:
-    assert f"nothing travelled along {axis}" in compared(seen(), case=case).problems
+    assert f"nothing traveled along {axis}" in compared(seen(), case=case).problems
 
 
 @pytest.mark.parametrize(("largest_cp", "misses"), [(1, False), (2, True)])
@@ -215,7 +215,7 @@ def test_dynamic_cp_sends_where_a_microbatch_has_several_ranks(largest_cp: int, 
     plan = replace(chosen.plan, knobs=replace(chosen.plan.knobs, cp_dynamic=True))
     assert plan.shards_dynamically
     problems = compare_results(plan, seen(), [seen(), seen(largest_cp=largest_cp)]).problems
-    assert ("nothing travelled along cp" in problems) == misses
+    assert ("nothing traveled along cp" in problems) == misses
 
 
 @pytest.mark.parametrize(("trained", "axes"), [("layers.0.ffn.experts.up_lora_a", {"ep"}), ("w", {"ep", "dp"})])

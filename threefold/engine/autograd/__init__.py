@@ -1,1 +1,1 @@
-"""What autograd saves and when gradients are computed: recompute, offload, fused accumulation, delayed wgrad."""
+"""Saved tensors and the order of gradients: recompute, offload, fused accumulation, delayed wgrad."""

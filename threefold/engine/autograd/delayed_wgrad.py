@@ -115,7 +115,7 @@ def parameter_of(weight: Tensor) -> Tensor | None:
 
 
 class WgradTarget(NamedTuple):
-    """Where the gradient of one weight goes."""
+    """The destination of the gradient of one weight."""
 
     queue: list[DelayedWgrad] | None  # computed later, from this queue; None computes it inside the backward
     weight: Tensor

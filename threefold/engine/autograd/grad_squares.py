@@ -3,7 +3,7 @@
 `data_parallel/single_rank.py` asks for them with `request_grad_squares` where a step has one microbatch, and takes them
 with `grad_squares_of`. The kernels of expert weight gradients answer with `GradSquares.note`; where they are replayed
 as a CUDA graph, `graphs/full_iteration.py` does. A gradient that was changed or copied since then has no sums, and is
-read as ever: it is recognised by its address and by torch's count of changes in place.
+read as ever: it is recognized by its address and by torch's count of changes in place.
 
 Shapes: P parts of a gradient, one sum each.
 """
@@ -42,9 +42,9 @@ def request_grad_squares(parameter: nn.Parameter, wanted: bool) -> None:
 
 
 def requested_squares(weight: Tensor) -> GradSquares | None:
-    """Where a kernel leaves the sums of this weight's gradient; None where nobody wants them."""
-    found: GradSquares | None = getattr(weight, _NAME, None)
-    return found
+    """The place for a kernel's sums of this weight's gradient; None where nobody wants them."""
+    squares: GradSquares | None = getattr(weight, _NAME, None)
+    return squares
 
 
 def grad_squares_of(parameter: nn.Parameter) -> Tensor | None:

@@ -26,7 +26,7 @@ from threefold.engine.autograd.delayed_wgrad import (
 )
 from threefold.engine.autograd.main_grad import accumulate_gemm, main_grad_of
 
-QueuedWeight = tuple[list[DelayedWgrad], Tensor]  # a weight, behind the queue that its gradient goes into
+QueuedWeight = tuple[list[DelayedWgrad], Tensor]  # a weight, after the queue of its gradient
 
 
 def use_main_grad_linears(model: nn.Module) -> None:

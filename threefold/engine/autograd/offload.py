@@ -1,6 +1,6 @@
 """Activation offload: saved tensors of named modules, or of whole layers, wait for the backward in host memory.
 
-Copies run beside the compute on CUDA streams of their own. The backward fetches one layer ahead: when it first needs a
+Copies run next to the compute on CUDA streams of their own. The backward fetches one layer ahead: when it first needs a
 tensor of a layer, the copies of the layer that it reaches next start too. On a CPU the copies are made all the same, so
 that tests run the same code.
 
@@ -151,7 +151,7 @@ class _OffloadedTensor(Placeholder):
 
 
 def _has_memory(parameter: Tensor) -> bool:
-    """Whether a module can use the parameter as it is: FSDP has not gathered a `DTensor` yet."""
+    """Return whether a module can use the parameter as it is: FSDP has not gathered a `DTensor` yet."""
     return type(parameter) is nn.Parameter
 
 

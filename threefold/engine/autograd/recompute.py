@@ -130,7 +130,7 @@ def _with_constants(function: Callable[..., Output], args: Sequence[Any]) -> Cal
 
 
 def is_recomputed(tensor: Tensor) -> bool:
-    """Whether `tensor` is a discarded output: then whatever is made of it should be recomputed too."""
+    """Return whether `tensor` is a discarded output: then whatever is made of it should be recomputed too."""
     return any(
         isinstance(handler, _DiscardedOutputs) and handler.find(tensor) is not None for handler in reachable_handlers()
     )
@@ -242,14 +242,14 @@ class _DiscardedOutputs:
             self._outputs[storage_key(output)] = region, number, output
 
     def find(self, tensor: Tensor) -> tuple[_Region, int, Tensor] | None:
-        found = self._outputs.get(storage_key(tensor))
-        return found if found is not None and tensor.dtype == found[2].dtype else None
+        place = self._outputs.get(storage_key(tensor))
+        return place if place is not None and tensor.dtype == place[2].dtype else None
 
     def pack(self, tensor: Tensor) -> Placeholder | None:
-        found = self.find(tensor)
-        if found is None:
+        place = self.find(tensor)
+        if place is None:
             return None
-        region, number, output = found
+        region, number, output = place
         if context.activation_observer is not None:
             context.activation_observer.drop(region.name, tensor, is_output=True)
         placeholder = Placeholder(region.restore)
@@ -266,8 +266,8 @@ def _reported_name(name: str, inputs: Sequence[Tensor]) -> str:
     if name:
         return name
     discarded = (handler for handler in reachable_handlers() if isinstance(handler, _DiscardedOutputs))
-    found = (handler.find(x) for handler in discarded for x in inputs)
-    return next((of[0].name for of in found if of is not None), "other")
+    places = (handler.find(x) for handler in discarded for x in inputs)
+    return next((of[0].name for of in places if of is not None), "other")
 
 
 def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:

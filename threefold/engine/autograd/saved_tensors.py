@@ -26,7 +26,7 @@ from threefold.engine.context import context, count_event, override
 
 
 class Placeholder:
-    """What autograd holds in place of a saved tensor.
+    """A stand-in that autograd holds for a saved tensor.
 
     Its identity matters: when autograd frees the placeholder, the handler can free what it keeps for it.
     """
@@ -46,7 +46,7 @@ class SavedTensorHandler(Protocol):
     is_recompute: bool  # takes every tensor, so that handlers outside of it are never asked
 
     def pack(self, tensor: Tensor) -> Any | None:
-        """What autograd holds in place of the tensor; None leaves it to the next handler."""
+        """Return the placeholder of the tensor; None leaves it to the next handler."""
         ...
 
 
@@ -72,21 +72,21 @@ def saved_tensor_handler(handler: SavedTensorHandler, alone: bool = False) -> It
 
 def reachable_handlers() -> list[SavedTensorHandler]:
     """Handlers from the innermost out to the first recompute, which takes everything."""
-    found: list[SavedTensorHandler] = []
+    reachable: list[SavedTensorHandler] = []
     for handler in reversed(context.saved_tensor_handlers):
         if handler.is_recompute:
             break
-        found.append(handler)
-    return found
+        reachable.append(handler)
+    return reachable
 
 
 def inside_recompute() -> bool:
-    """Whether the code that runs now is recomputed in the backward, or is being recomputed."""
+    """Return whether the code that runs now is recomputed in the backward, or is being recomputed."""
     return any(handler.is_recompute for handler in context.saved_tensor_handlers)
 
 
 def pack_tensor(tensor: Tensor) -> Any:
-    """What is held in place of a tensor that is saved now."""
+    """Return the object that is held in place of a tensor that is saved now."""
     for handler in reversed(context.saved_tensor_handlers):
         packed = handler.pack(tensor)
         if packed is not None:
@@ -114,7 +114,7 @@ class StridedView:
 
     @classmethod
     def of(cls, tensor: Tensor, base: Tensor | None = None) -> "StridedView":
-        """How `tensor` lies in its storage, or relative to `base` in the same storage."""
+        """Describe the layout of `tensor` in its storage, or relative to `base` in the same storage."""
         start = 0 if base is None else base.storage_offset()
         return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset() - start))
 
@@ -126,7 +126,7 @@ CORE_ATTENTION = "core_attn"  # the name in a plan
 
 
 class SavedOutputs:
-    """What the first run of one function made, in the order of its calls of `save_output`."""
+    """Outputs that the first run of one function made, in the order of its calls of `save_output`."""
 
     def __init__(self, names: Iterable[str], tensors: Iterable[Tensor] = ()) -> None:
         self.names = frozenset(names)
@@ -159,7 +159,7 @@ class SavedOutputs:
         packed = self.tensors[first : self._num_taken]
         # Nothing holds on to a tensor that was taken, unless the second run does.
         self.tensors[first : self._num_taken] = [None] * count
-        return tuple(unpack_tensor(one).detach() for one in packed)  # a kernel's autograd node owns its result
+        return tuple(unpack_tensor(each).detach() for each in packed)  # a kernel's autograd node owns its result
 
 
 class PackedOutputs(SavedOutputs):
@@ -180,14 +180,15 @@ class PackedOutputs(SavedOutputs):
 
     def add(self, name: str, outputs: tuple[Tensor, ...]) -> None:
         layer, handlers = context.offloaded_layer, self._handlers
-        by_name = layer is not None and name in layer.names and not any(one.is_recompute for one in handlers)
+        by_name = layer is not None and name in layer.names and not any(handler.is_recompute for handler in handlers)
         handlers = (*handlers, layer) if by_name else handlers
         with override("saved_tensor_handlers", handlers), layer.naming(name) if by_name else nullcontext():
             self.tensors += [pack_tensor(output) for output in outputs]
 
 
 def saves_outputs(name: str) -> bool:
-    """Whether a function around saves outputs of this name: then a kernel that calls `save_output` should run."""
+    """Return whether a function around saves outputs of this name: then a kernel that calls `save_output` should
+    run."""
     return any(name in store.names for store in context.output_stores)
 
 

@@ -4,7 +4,7 @@
 recomputed. With 128K tokens and top-8 routing the rows of all experts at once would take more memory than the model;
 chunks of 2 GiB of rows cost no speed.
 
-Shapes: T tokens, ... any dims behind.
+Shapes: T tokens, ... any dims after.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Dynamic context parallelism: the ranks that work on each document of a step, and the microbatches of one rank.
 
 `Loader` and the oracle ask `DynamicSteps` for the batch of a round. All ranks read the document lengths of all samples
-of a step and pack them alike (`pack_step`), so that no rank need be told; a rank then reads the tokens of its own rows
+of a step and pack them alike (`pack_step`), so that no message is needed; a rank then reads the tokens of its own rows
 only. The samples of a step are those of any other run: only who computes them, and next to what, differs.
 
 A row is what the ranks of one block compute in one round: one document that is sharded over several ranks, or the short
@@ -178,7 +178,7 @@ class DynamicSteps:
                 yield replace(self.row_batch(row), cp_degree=1)
 
     def row_batch(self, row: Row) -> Batch:
-        """The documents of a row one behind the other, padded to what its degree asks for."""
+        """The documents of a row one after the other, padded to what its degree asks for."""
         samples = {document.sample: self.sample_of(document.sample) for document in row.documents}
         tokens, labels = (
             np.concatenate([_cut(getattr(samples[document.sample], name), document) for document in row.documents])

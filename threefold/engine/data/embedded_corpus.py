@@ -1,7 +1,7 @@
 """The embedded corpus (`job.data = "embedded"`): text that comes with every Python, so that no download is needed.
 
 It consists of sources of the standard library and of the language reference that `help()` shows, as byte tokens. The
-choice and order of documents depend on their names and content only, so that one Python release always gives the same
+choice and order of documents depend on their names and content only, so that one Python release always has the same
 corpus. `open_sources` calls `embedded_corpus`, which writes the shard to the cache folder once.
 """
 
@@ -56,10 +56,10 @@ def corpus_path(folder: str | Path | None = None) -> Path:
 
 def corpus_documents() -> list[tuple[str, str]]:
     """Names and texts, ordered by the hash of the name, so that any part of the corpus resembles the whole."""
-    found = [(name, text) for name, text in [*_library_sources(), *_help_topics()] if _is_suitable(text)]
-    found.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
+    documents = [(name, text) for name, text in [*_library_sources(), *_help_topics()] if _is_suitable(text)]
+    documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
     chosen, size = [], 0
-    for name, text in found:
+    for name, text in documents:
         size += len(text.encode())
         if size > MAX_BYTES:
             break

@@ -20,13 +20,13 @@ from threefold.engine.data.token_shard import CONTINUES
 UNIT_TOKENS = 4096  # a longer document of a stream is split in pieces of this size, each with a hash of its own
 FEWEST_UNITS = 64  # a stream of fewer pieces is split in smaller ones
 LEAST_UNIT_TOKENS = 32
-HASHED_TOKENS = 256  # at the start of a unit, that its hash is made of, beside its size
+HASHED_TOKENS = 256  # at the start of a unit, that its hash is made of, with its size
 _HASHES = 2.0**64
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What is held out: the share, the seed of the hash, and which part is asked for."""
+    """A held-out part: its share, the seed of the hash, and the part that is asked for."""
 
     share: float  # of the tokens, between 0 and 1
     seed: int
@@ -73,7 +73,7 @@ def _threshold(hashes: NDArray[np.float64], share: float) -> float:
 
 
 def _chosen(store: DocumentStore, units: _Units, chosen_U: NDArray[np.bool_], held_out: HeldOut) -> DocumentSpans:
-    # A piece goes on with its document where the piece before it is in the same part.
+    # A piece continues its document where the piece before it is in the same part.
     follows_U = np.append(False, chosen_U[:-1]) & ~units.opens_U
     opens_U = ~follows_U[chosen_U]
     return DocumentSpans(store, units.begin_U[chosen_U], units.size_U[chosen_U], opens_U, held_out.facts)

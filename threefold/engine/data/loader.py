@@ -230,7 +230,7 @@ class Loader:
 
     @property
     def benchmark_only(self) -> bool:
-        """Whether part of the data is synthetic, so that the loss says nothing about learning."""
+        """Return whether part of the data is synthetic, so that the loss says nothing about learning."""
         return self.mixture.benchmark_only
 
     def samples(self, step: int, microbatch: int) -> Sequence[int]:
@@ -244,7 +244,7 @@ class Loader:
         return sum(source.num_samples * (entry.epochs or 1.0) for source, entry in pairs)
 
     def packing_summary(self) -> str | None:
-        """How full packed sequences are; None where conversations are not packed."""
+        """Describe the padding of packed sequences; None where conversations are not packed."""
         whole = [getattr(source, "source", source) for source in self.mixture.sources]
         parts = [part for source in whole for part in getattr(source, "parts", (source,))]
         counts = [(getattr(part, "packed_tokens", None), part.num_samples) for part in parts]
@@ -276,8 +276,8 @@ class Loader:
         """Continue at the position of `state`, with any number of ranks and any batch size."""
         if state["fingerprint"] != self.fingerprint():
             problem = "the data, its mixture, seq_len, packing, task or seed are not those of the saved run"
-            found = Finding(rule="data-unchanged", at="job.data", problem=problem, advice="give the data as it was")
-            raise FindingsError([found])
+            finding = Finding(rule="data-unchanged", at="job.data", problem=problem, advice="give the data as it was")
+            raise FindingsError([finding])
         self.close()
         self._maker = replace(self._maker, start_step=int(state["step"]), start_sample=int(state["sample"]))
         self._next = (int(state["step"]), 0)
@@ -289,7 +289,7 @@ class Loader:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def content(self) -> list[dict[str, Any]]:
-        """What each source of the mixture holds, wherever it lies, and its share: what the fingerprint is made of."""
+        """The content of each source of the mixture, wherever it lies, and its share: the fingerprint is made of it."""
         mixture = self.mixture
         pairs = zip(mixture.sources, mixture.counts, strict=True)
         return [{**source.content(), "samples_of_4096": count} for source, count in pairs]

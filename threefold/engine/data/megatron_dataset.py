@@ -77,8 +77,8 @@ class MegatronDataset:
         self.num_tokens = int(self.offsets[-1])
         self._tokens_file = _map(self.path)
         if len(self._tokens_file) != self.num_tokens * self._dtype.itemsize:
-            told = f"{len(self._tokens_file)} bytes, but its index tells of {self.num_tokens} tokens of {self._dtype}"
-            raise self._refused(told)
+            problem = f"{len(self._tokens_file)} bytes, but its index lists {self.num_tokens} tokens of {self._dtype}"
+            raise self._refused(problem)
         self.tokens: NDArray[Any] = np.frombuffer(self._tokens_file, self._dtype)
         if len(self._tokens_file) <= VERIFY_BYTES:
             for first in range(0, self.num_tokens, CHUNK_BYTES):
@@ -121,7 +121,7 @@ class MegatronDataset:
         ends = np.cumsum(sizes, dtype=np.int64)
         starts = np.append(0, ends)
         if np.any(sizes < 0) or np.any(pointers != starts[:-1] * self._dtype.itemsize):
-            raise self._refused("its sequences do not lie one behind the other")
+            raise self._refused("its sequences do not lie one after the other")
         last = len(sizes)
         ordered = len(boundaries) > 0 and boundaries[0] == 0 and boundaries[-1] == last
         if not ordered or np.any(np.diff(boundaries) < 0):

@@ -1,7 +1,7 @@
 """Mixes sources by weight into one endless sequence of samples. Sample n is computed directly from n.
 
-The sequence consists of blocks of 4096 slots. Every block gives each source the same shuffled slots, as many as its
-weight says, rounded, so that shares are exact to within one sample per block. Each source gives all of its samples
+The sequence consists of blocks of 4096 slots. Every block has for each source the same shuffled slots, as many as its
+weight says, rounded, so that shares are exact to within one sample per block. Each source returns all of its samples
 once, in a shuffled order, before any is repeated: that is an epoch, and each epoch has another order. The shuffle has
 no stored state: a Feistel network computes the position of an index from a key. `Loader` makes the mixture and asks it
 for samples.
@@ -44,7 +44,7 @@ def _feistel(index: int, half: int, keys: tuple[int, ...]) -> int:
 
 
 def _scramble(x: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+    """SplitMix64's finalizer (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -108,7 +108,7 @@ def _block_slots(counts: tuple[int, ...], seed: int) -> list[tuple[int, int]]:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """How many slots of a block each source gets: by the largest-remainder method, and at least one."""
+    """The number of slots of a block for each source: by the largest-remainder method, and at least one."""
     total = sum(weights)
     num_free = BLOCK - len(weights)  # slots that are left when each source has one
     shares = [max(0.0, weight / total * BLOCK - 1) for weight in weights]

@@ -26,7 +26,7 @@ from threefold.spec.model import VisionSpec
 
 @dataclass(slots=True)
 class DataSettings:
-    """How the entries of a job are opened, beside what the job says."""
+    """Settings for opening the entries of a job, in addition to those of the job."""
 
     vocab: int
     seed: int = 0
@@ -175,7 +175,7 @@ def _check_tokenizers(shards: list[TokenShard], job: Job, settings: DataSettings
         others = [shard for shard in shards if shard.header.tokenizer != label]
         advice = "tokenize the text with job.tokenizer, or name the tokenizer of the data"
         made = [f"{settings.name(shard)} was made with the tokenizer {shard.header.tokenizer}" for shard in others]
-        return [_finding("data-fits-tokenizer", f"{said}, job.tokenizer is {label}", advice) for said in made]
+        return [_finding("data-fits-tokenizer", f"{names}, job.tokenizer is {label}", advice) for names in made]
     labels = sorted({shard.header.tokenizer for shard in shards})
     if len(labels) > 1:
         problem = f"shards of different tokenizers cannot be mixed: {', '.join(labels)}"

@@ -38,7 +38,7 @@ class DocumentStore(Protocol):
 
     @property
     def masked(self) -> bool:
-        """Whether there is a loss mask."""
+        """Return whether there is a loss mask."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -49,11 +49,11 @@ class DocumentStore(Protocol):
         """1 for each token of a range that is learned. Only a masked store is asked."""
 
     def content(self) -> dict[str, Any]:
-        """What identifies the content, wherever the file lies, as JSON."""
+        """Facts that identify the content, wherever the file lies, as JSON."""
 
 
 class DocumentSpans:
-    """Spans of tokens of a store, in order, read as if they were all of it. A span begins a document where told so."""
+    """Spans of tokens of a store, in order, read as if they were all of it. Marked spans begin a document."""
 
     def __init__(
         self, store: DocumentStore, begin_U: Ints, size_U: Ints, opens_U: NDArray[np.bool_], facts: dict[str, Any]
@@ -134,7 +134,7 @@ def pad_sample(
 
 
 def num_stream_samples(num_tokens: int, seq_len: int) -> int:
-    """How many sequences a stream gives. The last is padded, and the stream's last token has no label."""
+    """The number of sequences of a stream. The last is padded, and the stream's last token has no label."""
     return -(-(num_tokens - 1) // seq_len) if num_tokens > 1 else 0
 
 
@@ -224,7 +224,7 @@ def pack_documents(lengths: NDArray[Any], seq_len: int, window: int = WINDOW) ->
     """Best-fit-decreasing packing of whole documents, within windows of consecutive documents.
 
     Returns the documents in the order of the sequences, and the position in it at which each sequence starts, with one
-    more start behind the last sequence.
+    more start after the last sequence.
     """
     bins: list[list[int]] = []
     for begin in range(0, len(lengths), window):

@@ -30,7 +30,7 @@ from threefold.findings import Finding, FindingsError
 
 
 class AtomicWriter(ABC):
-    """Writes beside the place of its files. What the disk refuses, inside the block or at its end, is a finding."""
+    """Writes next to the place of its files. What the disk refuses, inside the block or at its end, is a finding."""
 
     path: Path  # that a finding names
 

@@ -83,7 +83,7 @@ LONG_TOKENS = 32_768  # sequences of at least this length are packed from long d
 
 
 class Source(Protocol):
-    """What `Mixture` needs of a source."""
+    """The interface that `Mixture` needs of a source."""
 
     @property
     def name(self) -> str: ...
@@ -93,14 +93,14 @@ class Source(Protocol):
 
     @property
     def benchmark_only(self) -> bool:
-        """Whether a run on this source says nothing about learning."""
+        """Return whether a run on this source says nothing about learning."""
 
     def sample(self, index: int) -> Sample: ...
 
     def fingerprint(self) -> str: ...
 
     def content(self) -> dict[str, Any]:
-        """What the source holds, wherever it lies, as JSON: the contract of a run has it."""
+        """The content of the source, wherever it lies, as JSON, for the contract of a run."""
 
 
 class ShardSource:

@@ -158,7 +158,7 @@ class TokenShard:
         return self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])]
 
     def content(self) -> dict[str, Any]:
-        """What identifies the content, wherever the file lies. One of a large shard reads its ends and no more."""
+        """Facts that identify the content, wherever the file lies. Of a large shard only the ends are read."""
         head = self.header
         facts: dict[str, Any] = {
             "tokenizer": head.tokenizer,

@@ -35,7 +35,8 @@ def open_validation(job: Job, training: Loader, open_loader: Callable[[Job], Loa
             opened[name] = open_loader(replace(job, data=entry))
         except FindingsError as error:
             findings += [
-                replace(found, at="job.val_data") if found.at == "job.data" else found for found in error.findings
+                replace(finding, at="job.val_data") if finding.at == "job.data" else finding
+                for finding in error.findings
             ]
     labels = training.tokenizer_labels
     for name, loader in opened.items():

@@ -1,1 +1,1 @@
-"""Which rank holds which weights, gradients and optimizer states: one rank, ZeRO-1 or FSDP."""
+"""Ranks and the weights, gradients and optimizer states: one rank, ZeRO-1 or FSDP."""

@@ -96,7 +96,7 @@ class Bucket:
         """Raise where a gradient comes too late to be part of the sum."""
         if self.reducing is not None:
             raise RuntimeError(
-                f"{entry.name}: a gradient came after its reduction had begun; begin_step() was told less"
+                f"{entry.name}: a gradient came after its reduction had begun; begin_step() counted fewer"
             )
 
     def start_reduce(self) -> None:
@@ -159,7 +159,7 @@ def fill_buckets(
         groups[key] = min(groups.get(key, group), group, key=lambda one: len(one.name))
         row = filling.setdefault(key, [])
         row.append(entry)
-        if sum(one.parameter.numel() for one in row) >= bucket_elements:
+        if sum(entry.parameter.numel() for entry in row) >= bucket_elements:
             filled.append((index, groups[key], filling.pop(key)))
     index_of = {entry.name: index for index, entry in enumerate(reversed(entries))}
     filled += [(index_of[row[-1].name], groups[key], row) for key, row in filling.items()]

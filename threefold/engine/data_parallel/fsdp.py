@@ -190,7 +190,7 @@ class Fsdp:
         self.others.finish_grad_sync()
         parts: dict[tuple[int, ...], list[Tensor]] = {}
         groups = {}
-        # By name, and groups by their ranks: pipeline ranks hold other parameters, in another order, beside a shared
+        # By name, and groups by their ranks: pipeline ranks hold other parameters, in another order, next to a shared
         # one, and must still come to its sum in the same order.
         for shard in sorted(self.shards, key=lambda shard: shard.owned.name):
             grad, rest = shard.parameter.grad, shard.groups.rest
@@ -241,7 +241,7 @@ class Fsdp:
     def gather_shards(
         self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Gather the values that each rank gives for its shards of `names`.
+        """Gather the values that each rank passes for its shards of `names`.
 
         All ranks of a group must call this with the same names.
         """

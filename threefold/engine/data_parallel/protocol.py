@@ -51,7 +51,7 @@ class OwnedShard:
 
 @dataclass(frozen=True)
 class DataParallelSettings:
-    """How gradients and weights travel."""
+    """Settings of how gradients and weights travel."""
 
     grad_dtype: torch.dtype = torch.float32
     overlap_grad_reduce: bool = True  # reduce gradients during the backward
@@ -139,7 +139,7 @@ class DataParallel(Protocol):
         """Wait until the weights of this rank are up to date."""
 
     def defer_updates(self, updates: PendingUpdates) -> None:
-        """Let the optimizer's updates run beside the next forward, where this kind of data parallelism can."""
+        """Let the optimizer's updates run during the next forward, where this kind of data parallelism can."""
 
     def local_tensors(self) -> Iterator[LocalTensor]:
         """All memory that this rank must fill to load weights."""
@@ -157,4 +157,4 @@ class ShardGatherer(Protocol):
     def gather_shards(
         self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """All-gather, over data parallelism, the values that each rank gives for the elements it updates."""
+        """All-gather, over data parallelism, the values that each rank passes for the elements it updates."""

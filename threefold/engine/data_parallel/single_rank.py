@@ -52,7 +52,7 @@ class SingleRank:
         with without_waiting():
             self.model.zero_grad(set_to_none=True)  # pending updates hold the gradients that they still need
         for p in self._with_squares:
-            request_grad_squares(p, passes == 1)  # gradients of several passes are added up behind the kernels
+            request_grad_squares(p, passes == 1)  # gradients of several passes are added up after the kernels
 
     def finish_grad_sync(self) -> None:
         self.finish_param_sync()

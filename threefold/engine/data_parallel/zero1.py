@@ -77,8 +77,8 @@ class Zero1:
             use_main_grad_linears(chunk)
 
     def _in_order_of_use(self, entries: Sequence[ParameterEntry]) -> list[OwnedShard]:
-        """What this rank updates: first what is gathered, because calls of the next step queue up behind the gathers,
-        then the rest in the order of registration. The elements of a bucket stay together."""
+        """The shards that this rank updates: first those that are gathered, because calls of the next step wait for the
+        gathers, then the rest in the order of registration. The elements of a bucket stay together."""
         index_of = {entry.name: n for n, entry in enumerate(entries)}
         groups = [
             (bucket.params is None, min(index_of[entry.name] for entry in bucket.entries), bucket.owned)
@@ -88,7 +88,7 @@ class Zero1:
         return [owned for *_, group in sorted(groups, key=lambda each: each[:2]) for owned in group]
 
     def defer_updates(self, updates: PendingUpdates) -> None:
-        """Updates stay pending where weights may be gathered during the forward, and gathers start behind them."""
+        """Updates stay pending where weights may be gathered during the forward, and gathers start after them."""
         if not self.settings.overlap_param_gather:
             return
         self._updates = updates
@@ -231,7 +231,7 @@ class Zero1:
     def gather_shards(
         self, names: Sequence[str], values_of: Callable[[OwnedShard], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Gather the values that each rank gives for the elements it owns of `names`.
+        """Gather the values that each rank passes for the elements it owns of `names`.
 
         All ranks of a group must call this with the same names.
         """
@@ -256,15 +256,15 @@ def collect_entries(
 ) -> list[ParameterEntry]:
     """Parameters that train, or those that are frozen, in the order of registration. A parameter that several chunks
     use is listed once."""
-    found: dict[nn.Parameter, ParameterEntry] = {}
+    entries: dict[nn.Parameter, ParameterEntry] = {}
     excluded = set(exclude)
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            if parameter in found:
-                found[parameter].chunks += (number,)
+            if parameter in entries:
+                entries[parameter].chunks += (number,)
             elif parameter.requires_grad != frozen and parameter not in excluded:
-                found[parameter] = ParameterEntry(name, parameter, placements[name], (number,))
-    return list(found.values())
+                entries[parameter] = ParameterEntry(name, parameter, placements[name], (number,))
+    return list(entries.values())
 
 
 def _own_parts(entries: Iterable[ParameterEntry], replica_group: Callable[[Placement], Group]) -> Iterator[OwnedShard]:

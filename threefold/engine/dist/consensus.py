@@ -80,7 +80,7 @@ def run_on_all_ranks(group: Group, action: Callable[[], Any]) -> list[Any]:
 def check_alike_on_ranks(group: Group, what: str, at: str, look: Callable[[], Any]) -> None:
     """Raise on all ranks, as one finding, where what a rank sees is not what the first rank sees.
 
-    What ranks read from disk decides how they go on; where they see other files they would go on differently.
+    What ranks read from disk decides how they continue; where they see other files they would continue differently.
     """
     seen = run_on_all_ranks(group, look)
 
@@ -103,7 +103,7 @@ def _differing_keys(one: Any, other: Any) -> str:
 
 
 def _system_error(failure: BaseException) -> BaseException:
-    """The operating system's error behind a failure, such as a full disk: torch raises errors of its own on top."""
+    """The operating system's error that caused a failure, such as a full disk: torch raises errors of its own on top."""
     error: BaseException | None = failure
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__

@@ -35,12 +35,12 @@ _VARIABLES = {
 
 
 def ranks_share_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether a test asked for ranks that share a GPU."""
+    """Return whether a test asked for ranks that share a GPU."""
     return environ.get(SHARED_GPU) == "1"
 
 
 def shared_gpu_variables(rank: int) -> dict[str, str]:
-    """What NCCL must find in the environment of this rank's process before the first communicator is made."""
+    """Variables that NCCL needs in the environment of this rank's process before the first communicator is made."""
     return {**_VARIABLES, "NCCL_HOSTID": f"threefold-rank-{rank}"}
 
 
@@ -60,7 +60,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank writes what is written once per run: progress, the contract, metrics."""
+        """Return whether this rank writes what is written once per run: progress, the contract, metrics."""
         return self.rank == 0
 
 
@@ -98,7 +98,7 @@ def join(plan: Plan, timeout_seconds: float | None = None, environ: Mapping[str,
 
 
 def shared_fields(plan: Plan) -> dict[str, Any]:
-    """What all ranks must have in common: the plan, and the versions that choose the collectives of a step.
+    """Facts that all ranks must have in common: the plan, and the versions that choose the collectives of a step.
 
     Each node may keep model and data elsewhere, and have other cores. The content of data is compared once it is open.
     """
@@ -137,7 +137,7 @@ _LOST_PEER_MESSAGES = (
 
 
 def is_lost_peer_error(error: BaseException) -> bool:
-    """Whether a collective failed because another process of its group is gone."""
+    """Return whether a collective failed because another process of its group is gone."""
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _LOST_PEER_MESSAGES)
 
 
@@ -182,8 +182,8 @@ def _store(env: RankEnvironment, address: str, port: int) -> Store:
 
 
 def _address(environ: Mapping[str, str]) -> str:
-    if found := environ.get("MASTER_ADDR"):
-        return found
+    if address := environ.get("MASTER_ADDR"):
+        return address
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     if not nodes:
         raise _refuse("MASTER_ADDR", "not set: ranks do not know where to meet")

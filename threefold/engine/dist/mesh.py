@@ -35,7 +35,7 @@ class Group:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether this is one rank without a communicator, on which collectives do nothing."""
+        """Return whether this is one rank without a communicator, on which collectives do nothing."""
         return self.handle is None
 
 
@@ -128,7 +128,7 @@ class Mesh:
 
 
 def _mesh_ranks(replicas: Group, shards: Group) -> list[int]:
-    """All ranks of a mesh of replicas x shards. Shards are neighbours in it."""
+    """All ranks of a mesh of replicas x shards. Shards are neighbors in it."""
     own = shards.ranks[shards.rank]
     return [shard + replica - own for replica in replicas.ranks for shard in shards.ranks]
 

@@ -41,7 +41,7 @@ class Placement:
     ranges: tuple[tuple[Range, ...], ...]  # of the full tensor, for each dim, in the order they have in the shard
     replica_axes: tuple[str, ...]  # the axes along which ranks hold the same shard
     also_on_pp_ranks: tuple[int, ...] = ()  # other pipeline ranks that hold the same shard (tied embeddings)
-    tp_replicas: int = 1  # neighbours along tp that hold the same shard (replicated key/value heads)
+    tp_replicas: int = 1  # neighbors along tp that hold the same shard (replicated key/value heads)
     in_several_chunks: bool = False  # whether any pipeline rank uses the shard in more than one of its chunks
 
     @property
@@ -65,7 +65,7 @@ class Placement:
 
     def flat_regions(self, start: int, stop: int) -> list[ShardRegion]:
         """The elements `start` to `stop` of the flattened shard as rectangles of the full tensor."""
-        found = []
+        regions = []
         for low, high in flat_rectangles(self.local_shape, start, stop):
             for region in self.regions():
                 local = region.local_offsets
@@ -74,8 +74,8 @@ class Placement:
                 if all(a < b for a, b in zip(begin, end, strict=True)):
                     offsets = tuple(o + a - b for o, a, b in zip(region.offsets, begin, local, strict=True))
                     sizes = tuple(b - a for a, b in zip(begin, end, strict=True))
-                    found.append(ShardRegion(offsets, sizes, tuple(begin)))
-        return found
+                    regions.append(ShardRegion(offsets, sizes, tuple(begin)))
+        return regions
 
 
 def _with_local(parts: Sequence[Range]) -> Iterator[tuple[int, int, int]]:

@@ -1,1 +1,1 @@
-"""What the settings of a plan did in a run: effects of knobs, bytes and seconds of recompute, slow ranks."""
+"""Effects of a plan's settings in a run: effects of knobs, bytes and seconds of recompute, slow ranks."""

@@ -1,6 +1,6 @@
 """Bytes that recompute and offload keep from being saved on the device in a step, and the seconds that they take.
 
-`ActivationObserver` sits in `context.activation_observer` during one step. It is told of every tensor that autograd
+`ActivationObserver` sits in `context.activation_observer` during one step. It sees every tensor that autograd
 saves, that a recompute drops and that an offload copies, and counts each storage once:
 
     would be saved without recompute and offload    an operation saved it, wherever it ended up
@@ -31,10 +31,10 @@ from threefold.engine.context import context, override
 
 @dataclass
 class ActivationUse:
-    """What one name of `knobs.recompute` or `knobs.activation_offload` did on one rank in the observed step."""
+    """The effect of one name of `knobs.recompute` or `knobs.activation_offload` on one rank in the observed step."""
 
     kept_bytes: float = 0.0  # kept from being saved on the device in a microbatch, on average
-    seconds: float = 0.0  # of recompute in the step, or of copies, which run beside compute on a GPU
+    seconds: float = 0.0  # of recompute in the step, or of copies, which run next to compute on a GPU
     times: int = 0  # second runs, or copies
 
 
@@ -191,29 +191,29 @@ class ActivationObserver:
         return event
 
     def results(self, num_microbatches: int) -> tuple[dict[str, ActivationUse], dict[str, ActivationUse]]:
-        """What each name of recompute and each name of offload did, after the step."""
+        """The effect of each name of recompute and of offload, after the step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = (
+        uses = (
             _uses(self._recompute_bytes, self._runs, num_microbatches),
             _uses(self._offload_bytes, self._copies, num_microbatches),
         )
         self._runs, self._copies = [], []
-        return found
+        return uses
 
 
 def _uses(kept: dict[str, float], spans: list[_Span], num_microbatches: int) -> dict[str, ActivationUse]:
-    found: dict[str, ActivationUse] = {name: ActivationUse(total / num_microbatches) for name, total in kept.items()}
+    uses: dict[str, ActivationUse] = {name: ActivationUse(total / num_microbatches) for name, total in kept.items()}
     for span in reversed(spans):  # a span ends after those inside it, which were opened later
         if span.start is None or span.end is None:
             continue
         whole = _seconds_between(span.start, span.end)
         if span.outer is not None:
             span.outer.inner_seconds += whole
-        use = found.setdefault(span.name, ActivationUse())
+        use = uses.setdefault(span.name, ActivationUse())
         use.seconds += max(0.0, whole - span.inner_seconds)
         use.times += 1
-    return found
+    return uses
 
 
 def _seconds_between(start: Any, end: Any) -> float:

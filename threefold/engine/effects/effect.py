@@ -1,4 +1,4 @@
-"""Which settings of a plan took effect, judged from what an observed step was counted doing on all ranks.
+"""Judges which settings of a plan took effect, from what an observed step was counted doing on all ranks.
 
 `recorder.py` calls `judge_effects` on the first rank with the counts of all ranks added up (`observe_step.py` lists the
 kinds of counts) and with what recompute and offload did there. Each setting has one function, which returns an
@@ -28,7 +28,7 @@ _NO_PEER = "no other rank holds the same weights: nothing travels"
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What became of one setting."""
+    """The fate of one setting."""
 
     knob: str  # the field of the plan, with the name in it where the field is a list: "recompute.moe_act"
     asked: str
@@ -46,7 +46,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """What all ranks together did in the observed step."""
+    """The counts of all ranks in the observed step."""
 
     plan: Plan
     counts: Mapping[tuple[str, str], int]
@@ -116,7 +116,7 @@ def _delay_wgrad(seen: StepEvidence) -> Effect | None:
     if not queued and knobs.data_parallel != "zero1":
         evidence += f"; {knobs.data_parallel} reduces gradients as the backward leaves a module"
     elif not queued and not knobs.ep_overlap:
-        evidence += "; there is no exchange to run them beside without knobs.ep_overlap"
+        evidence += "; there is no exchange to run them with without knobs.ep_overlap"
     return Effect("delay_wgrad", "true", "queued" if queued else "computed at once", evidence, queued > 0)
 
 
@@ -190,12 +190,12 @@ def _shared_expert_overlap(seen: StepEvidence) -> Effect | None:
     if not seen.plan.knobs.shared_expert_overlap:
         return None
     calls = seen.details("shared experts")
-    evidence = f"rows travelled during {calls['overlapped']} of {calls.total()} calls of shared experts"
+    evidence = f"rows traveled during {calls['overlapped']} of {calls.total()} calls of shared experts"
     if not calls:
         evidence = "the model has no shared experts"
     elif not calls["overlapped"] and not seen.details("exchange of rows"):
         evidence += "; no rows are exchanged"
-    ran = "beside dispatch" if calls["overlapped"] else "alone"
+    ran = "during dispatch" if calls["overlapped"] else "alone"
     return Effect("shared_expert_overlap", "true", ran, evidence, calls["overlapped"] > 0)
 
 
@@ -272,7 +272,7 @@ def _fp8_output(seen: StepEvidence) -> Effect | None:
 
 def _graphs(seen: StepEvidence) -> list[Effect]:
     replays, eager, fallbacks = (seen.details(f"graph {kind}") for kind in ("replay", "eager", "fallback"))
-    found = []
+    effects = []
     for scope in seen.plan.knobs.graphs:
         # The rows are sorted in the graph of the router.
         part = "moe_router" if scope == "moe_preprocess" else scope
@@ -291,8 +291,8 @@ def _graphs(seen: StepEvidence) -> list[Effect]:
         elif took and (ranks := seen.eager_ranks.get(part)):
             ran = "replayed on some ranks"
             evidence += f"; no replay on {name_ranks(ranks)}"
-        found.append(Effect(f"graphs.{scope}", scope, ran, evidence, took))
-    return found
+        effects.append(Effect(f"graphs.{scope}", scope, ran, evidence, took))
+    return effects
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -302,7 +302,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _recompute(seen: StepEvidence) -> list[Effect]:
-    names, found = seen.plan.knobs.recompute, []
+    names, effects = seen.plan.knobs.recompute, []
     for name in names:
         inside = name in INSIDE_MOE and "moe" in names
         use = seen.recompute.get("moe" if inside else name, ActivationUse())
@@ -313,21 +313,21 @@ def _recompute(seen: StepEvidence) -> list[Effect]:
         elif not use.times:
             evidence += "; no layer of the model runs it on its own"
         took = None if unseen else use.times > 0
-        found.append(Effect(f"recompute.{name}", name, "recomputed" if use.times else "saved", evidence, took))
-    return found
+        effects.append(Effect(f"recompute.{name}", name, "recomputed" if use.times else "saved", evidence, took))
+    return effects
 
 
 def _recompute_save(seen: StepEvidence) -> list[Effect]:
-    found, taken = [], seen.details("saved outputs")
+    effects, taken = [], seen.details("saved outputs")
     for name in seen.plan.knobs.recompute_save:
         evidence = f"second runs of layers took {taken[name]} outputs of the first run"
         ran = "saved" if taken[name] else "recomputed"
-        found.append(Effect(f"recompute_save.{name}", name, ran, evidence, taken[name] > 0))
-    return found
+        effects.append(Effect(f"recompute_save.{name}", name, ran, evidence, taken[name] > 0))
+    return effects
 
 
 def _activation_offload(seen: StepEvidence) -> list[Effect]:
-    knobs, found = seen.plan.knobs, []
+    knobs, effects = seen.plan.knobs, []
     wanted = [(f"activation_offload.{name}", name, name) for name in knobs.activation_offload]
     if knobs.activation_offload_layers:
         wanted.append(("activation_offload_layers", str(knobs.activation_offload_layers), "layers"))
@@ -336,8 +336,8 @@ def _activation_offload(seen: StepEvidence) -> list[Effect]:
         evidence = f"{use.times} copies, {format_bytes(use.kept_bytes)} of a microbatch off the device, over all ranks"
         if not use.times:
             evidence += "; nothing of it is saved, or its tensors are too small to copy"
-        found.append(Effect(knob, asked, "offloaded" if use.times else "kept", evidence, use.times > 0))
-    return found
+        effects.append(Effect(knob, asked, "offloaded" if use.times else "kept", evidence, use.times > 0))
+    return effects
 
 
 _SINGLE: tuple[Callable[[StepEvidence], Effect | None], ...] = (

@@ -10,7 +10,7 @@ of the step. A count has a kind and a detail:
     weight gradient          queued                         delayed weight gradients
     graph replay, eager      scope                          CUDA graphs, and parts that ran without theirs
     graph fallback           scope and reason               parts that a graph of theirs could not replay
-    shared experts           overlapped, alone              whether rows travelled meanwhile
+    shared experts           overlapped, alone              whether rows traveled meanwhile
     gradient reduction       during backward, after it      buckets of ZeRO-1
     parameter gather         left open, awaited             buckets of ZeRO-1
     compiled call            class of the module            torch.compile
@@ -174,8 +174,8 @@ class _ObservedStep:
 
     def _sharing(self, inner: Method) -> Method:
         def compute_shared(*args: Any) -> Any:
-            travelling = any(way == "forward" for _, way in self._started)
-            self.counts["shared experts", "overlapped" if travelling else "alone"] += 1
+            traveling = any(way == "forward" for _, way in self._started)
+            self.counts["shared experts", "overlapped" if traveling else "alone"] += 1
             return inner(*args)
 
         return compute_shared

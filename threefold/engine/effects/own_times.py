@@ -2,7 +2,7 @@
 
 All ranks take equally long for a step, because they wait for each other. What tells a slow rank is its own time: the
 step's wall-clock time minus the time in which it waited in collectives and pipeline transfers. On a GPU a wait lasts
-from the moment at which the compute stream reaches it to the moment at which the stream goes on, between two CUDA
+from the moment at which the compute stream reaches it to the moment at which the stream continues, between two CUDA
 events. `recorder.py` measures the steps that are logged; ranks compare their medians once, at the end of the run.
 
 Collectives of FSDP and of the packages DeepEP and HybridEP are not seen: their waits count as a rank's own time.
@@ -137,7 +137,7 @@ def slow_ranks(times: Sequence[RankTime]) -> list[SlowRank]:
     peers = [[time for time in times if time.stage == stage] for stage in sorted(stages)]
     if all(len(row) == 1 for row in peers):
         peers = [list(times)]
-    found = []
+    results = []
     for row in peers:
         middle = sorted(row, key=lambda time: time.own_seconds)[(len(row) - 1) // 2]
         median = middle.own_seconds
@@ -145,5 +145,5 @@ def slow_ranks(times: Sequence[RankTime]) -> list[SlowRank]:
             error = math.hypot(rank_time.error_seconds, middle.error_seconds)
             limit = max(SLOW_FACTOR * median, median + SURE_ERRORS * error)
             if median > 0 and limit < rank_time.own_seconds:
-                found.append(SlowRank(rank_time, median, error))
-    return sorted(found, key=lambda slow: slow.time.own_seconds / slow.median_seconds, reverse=True)
+                results.append(SlowRank(rank_time, median, error))
+    return sorted(results, key=lambda slow: slow.time.own_seconds / slow.median_seconds, reverse=True)

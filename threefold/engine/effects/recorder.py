@@ -1,4 +1,4 @@
-"""What a run reports at its end: which settings took effect, what recompute and offload did, and which ranks are slow.
+"""The report at the end of a run: which settings took effect, what recompute and offload did, and which ranks are slow.
 
 `train.py` makes a `RunEffects` and enters `step` around every step. One step is observed (`observe_step.py`,
 `activation_bytes.py`); later ones cost nothing, except that waits for other ranks are timed in steps that are logged
@@ -41,7 +41,7 @@ Uses = dict[str, ActivationUse]
 
 @dataclass
 class RankEvidence:
-    """What one rank brings to the report."""
+    """The evidence of one rank."""
 
     rank: int
     host: str
@@ -124,8 +124,8 @@ class RunReport:
         self.plan, self.ranks = plan, ranks
         self.observed_step = ranks[0].observed_step
         counts: EventCounts = Counter()
-        for one in ranks:
-            counts.update(one.counts)
+        for rank in ranks:
+            counts.update(rank.counts)
         uses = _sums([r.recompute for r in ranks]), _sums([r.offload for r in ranks])
         self.eager_ranks = _eager_ranks(ranks)
         evidence = StepEvidence(plan, counts, *uses, self.eager_ranks)
@@ -153,7 +153,7 @@ class RunReport:
 
     def _table(self) -> str:
         rows = [
-            (kind, name, max(((uses[name], one.rank) for one, uses in of_ranks if name in uses), key=_freed))
+            (kind, name, max(((uses[name], evidence.rank) for evidence, uses in of_ranks if name in uses), key=_freed))
             for kind, of_ranks in self._uses().items()
             for name in sorted({name for _, uses in of_ranks for name in uses})
         ]
@@ -169,8 +169,8 @@ class RunReport:
 
     def _uses(self) -> dict[str, list[tuple[RankEvidence, Uses]]]:
         return {
-            "recompute": [(one, one.recompute) for one in self.ranks],
-            "offload": [(one, one.offload) for one in self.ranks],
+            "recompute": [(evidence, evidence.recompute) for evidence in self.ranks],
+            "offload": [(evidence, evidence.offload) for evidence in self.ranks],
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -182,7 +182,9 @@ class RunReport:
                 "kept_bytes": max(uses[name].kept_bytes for _, uses in of_ranks if name in uses),
                 "seconds": max(uses[name].seconds for _, uses in of_ranks if name in uses),
                 "ranks": [
-                    {"rank": one.rank, **asdict(uses[name])} for one, uses in of_ranks[:MOST_RANKS] if name in uses
+                    {"rank": evidence.rank, **asdict(uses[name])}
+                    for evidence, uses in of_ranks[:MOST_RANKS]
+                    if name in uses
                 ],
             }
             for kind, of_ranks in self._uses().items()
@@ -195,7 +197,7 @@ class RunReport:
             "activation_memory": memory,
             "graphs": [{"rank": r.rank, **r.graphs.as_json()} for r in self.ranks[:MOST_RANKS] if r.graphs is not None],
             "own_times": {
-                "steps": max(one.num_measured for one in self.ranks),
+                "steps": max(evidence.num_measured for evidence in self.ranks),
                 "ranks": [asdict(time) for time in self.times[:MOST_RANKS]],
                 "slow": [
                     {**asdict(slow.time), "median_seconds": slow.median_seconds, "error_seconds": slow.error_seconds}
@@ -207,12 +209,12 @@ class RunReport:
 
 def _eager_ranks(ranks: Sequence[RankEvidence]) -> dict[str, list[int]]:
     """The ranks that have parts of a graph scope and replayed none of them in the observed step, by scope."""
-    found: dict[str, list[int]] = {}
-    for one in ranks:
-        for (kind, scope), times in sorted(one.counts.items()):
-            if kind == "graph eager" and times and not one.counts["graph replay", scope]:
-                found.setdefault(scope, []).append(one.rank)
-    return found
+    eager: dict[str, list[int]] = {}
+    for evidence in ranks:
+        for (kind, scope), times in sorted(evidence.counts.items()):
+            if kind == "graph eager" and times and not evidence.counts["graph replay", scope]:
+                eager.setdefault(scope, []).append(evidence.rank)
+    return eager
 
 
 def _freed(of_rank: tuple[ActivationUse, int]) -> float:
@@ -220,7 +222,7 @@ def _freed(of_rank: tuple[ActivationUse, int]) -> float:
 
 
 def _sums(uses_of_ranks: Sequence[Uses]) -> Uses:
-    """What all ranks did together, by name."""
+    """Add up the uses of all ranks, by name."""
     total: Uses = {}
     for uses in uses_of_ranks:
         for name, use in uses.items():

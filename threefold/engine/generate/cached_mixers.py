@@ -72,7 +72,7 @@ class SlotCache:
         return [x[:, :, : self._num_used] for x in self.tensors]
 
     def visible(self, position_B: Tensor) -> Tensor:
-        """Which of the used slots a query at this position of its row attends to, (B, C)."""
+        """Mask the used slots that a query at this position of its row attends to, (B, C)."""
         assert self.positions_BC is not None
         key_BC, query_B1 = self.positions_BC[:, : self._num_used], position_B[:, None]
         seen_BC = (key_BC >= 0) & (key_BC <= query_B1)
@@ -179,11 +179,11 @@ class CachedMla:
         return mixer.project_out(out_BHv.flatten(1)[:, None])
 
     def read_more(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
-        """What else the cache keeps of tokens; nothing without an indexer."""
+        """Read more of the tokens into the cache; nothing without an indexer."""
         return ()
 
     def choose(self, visible_BC: Tensor, x_BSD: Tensor, q_BSX: Tensor, positions: Positions, *others: Tensor) -> Tensor:
-        """Which of the visible slots a query reads: all of them without an indexer."""
+        """Choose the visible slots that a query reads: all of them without an indexer."""
         return visible_BC
 
     def _table(self, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ class CachedDelta:
         mixed_BSW = mixer.channels(qkv_BSKX)
         q, k, v = mixer.heads(F.silu(short_conv(mixed_BSW, mixer.conv, None)))
         g_BSH, beta_BSH = self.weights.gates(ba_BSKY)
-        # Padding neither decays nor writes, so that the state behind it is that of the prompt.
+        # Padding neither decays nor writes, so that the state after it is that of the prompt.
         length_B = torch.tensor(lengths, device=x_BSD.device)
         inside_BS1 = (positions.positions_BS < length_B[:, None])[..., None]
         chunked = chunk_delta_rule(q, k, v, g_BSH * inside_BS1, beta_BSH * inside_BS1)
@@ -271,7 +271,7 @@ class CachedMamba:
         gate_BSI, mixed_BSW, step_BSH = mixer.project(x_BSD)
         convolved_BSW = weights.activate(short_conv(mixed_BSW, weights.conv_WT, None))
         inputs = mixer.scan_inputs(convolved_BSW, step_BSH, weights)
-        # A step of no length neither decays nor writes, so that the state behind padding is that of the prompt.
+        # A step of no length neither decays nor writes, so that the state after padding is that of the prompt.
         length_B = torch.tensor(lengths, device=x_BSD.device)
         inside_BS1 = (positions.positions_BS < length_B[:, None])[..., None]
         scan = chunk_scan(replace(inputs, step_BSH=inputs.step_BSH * inside_BS1))
@@ -293,7 +293,7 @@ class CachedMamba:
 
 
 def _last_tokens(mixed_BSW: Tensor, lengths: Sequence[int], count: int) -> Tensor:
-    """The inputs of a convolution that the token behind each prompt still reads, zeros where a prompt has fewer."""
+    """The inputs of a convolution that the token after each prompt still reads, zeros where a prompt has fewer."""
     padded = F.pad(mixed_BSW, (0, 0, count, 0))
     return torch.stack([row[length : length + count] for row, length in zip(padded, lengths, strict=True)])
 

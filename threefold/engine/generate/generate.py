@@ -37,7 +37,7 @@ class CachedDecoder:
     def prefill(
         self, prompts: Sequence[Sequence[int]], image_prompts: Sequence[ImagePrompt | None] | None = None
     ) -> Tensor:
-        """Read the prompts, none of them empty. Returns the logits behind the last token of each, (B, V).
+        """Read the prompts, none of them empty. Returns the logits after the last token of each, (B, V).
 
         `images` are those of each prompt, whose tokens are in `prompts` too.
         """
@@ -54,16 +54,16 @@ class CachedDecoder:
             positions.axes_3BS, self.offsets = seen.axes_3BS.to(self.device), seen.offsets
             images = seen.images and seen.images._replace(token_index_V=seen.images.token_index_V.to(self.device))
             shape = (len(prompts), max(self.lengths))
-            found = self.model.encode_pictures(Inputs(tokens_BS, positions, (), images, shape))
-            assert found is not None
-            x_BSD, features = found.merge(x_BSD), found.dense_deepstack()
+            image_features = self.model.encode_pictures(Inputs(tokens_BS, positions, (), images, shape))
+            assert image_features is not None
+            x_BSD, features = image_features.merge(x_BSD), image_features.dense_deepstack()
         x_BSD = self._run_layers(x_BSD, lambda mixer, y_BSD: mixer.prefill(y_BSD, positions, self.lengths), features)
         last_B = torch.tensor(self.lengths, device=self.device) - 1
         return self._logits(x_BSD[torch.arange(len(prompts), device=self.device), last_B])
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Read one more token of each row. Returns the logits behind it, (B, V)."""
+        """Read one more token of each row. Returns the logits after it, (B, V)."""
         positions = Positions(torch.tensor(self.lengths, device=self.device)[:, None])
         if self.offsets is not None:
             next_B1 = positions.positions_BS + torch.tensor(self.offsets, device=self.device)[:, None]
@@ -77,7 +77,7 @@ class CachedDecoder:
     def _run_layers(
         self, x_BSD: Tensor, mix: Callable[[CachedMixer, Tensor], Tensor], features: Sequence[Tensor] = ()
     ) -> Tensor:
-        """One layer after the other. `features` of images are added behind the first ones, one a layer."""
+        """One layer after the other. `features` of images are added after the first ones, one a layer."""
         for block, mixer, feature_BSD in zip_longest(self.blocks, self.mixers, features):
             added: tuple[Tensor, ...] = ()
             if mixer is not None:
@@ -99,7 +99,8 @@ class CachedDecoder:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave nothing out."""
+    """Settings of how tokens are drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 leave nothing
+    out."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -151,7 +152,7 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt, at most `max_tokens` times; None for a row that has ended.
 
-    A row ends behind a token of `ends`, which is still given. The model must be whole and on one rank. `images` are
+    A row ends after a token of `ends`, which is still given. The model must be whole and on one rank. `images` are
     those of each prompt.
     """
     if max_tokens < 1:

@@ -40,7 +40,7 @@ class JoinedPrompts:
 
     images: Images | None
     axes_3BS: Tensor
-    offsets: list[int]  # of the position behind each prompt from its length
+    offsets: list[int]  # of the position after each prompt from its length
 
 
 def join_prompts(prompts: Sequence[ImagePrompt | None], lengths: Sequence[int]) -> JoinedPrompts:

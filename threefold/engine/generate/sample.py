@@ -74,10 +74,10 @@ def encode_image_prompts(
         problem, advice = f"{spec.name} has no vision part", "give a run of a vision-language model, or no --image"
         raise FindingsError([Finding(rule="images-need-vision", at="--image", problem=problem, advice=advice)])
     rules = patch_rules(vision, max_pixels)
-    found = [make_image_prompt(tokenizer, vision.tokens, rules, prompt, files) for prompt in prompts]
-    for prompt in found:
+    encoded = [make_image_prompt(tokenizer, vision.tokens, rules, prompt, files) for prompt in prompts]
+    for prompt in encoded:
         _check_vocab(prompt.tokens, spec.vocab)
-    return found
+    return encoded
 
 
 def _refuse_missing_images(prompts: Sequence[Prompt]) -> None:
@@ -90,7 +90,8 @@ def _refuse_missing_images(prompts: Sequence[Prompt]) -> None:
 
 
 def _has_image_place(content: Any) -> bool:
-    """Whether a text, the parts of a turn or the messages of a chat have `<image>` or a part of the type image."""
+    """Return whether a text, the parts of a turn or the messages of a chat have `<image>` or a part of the type
+    image."""
     if isinstance(content, list):
         return any(_has_image_place(part) for part in content)
     if isinstance(content, dict):
@@ -108,7 +109,7 @@ def sample_texts(
     images: Sequence[Path] = (),
     max_pixels: int | None = None,
 ) -> Iterator[list[str]]:
-    """The texts that each prompt goes on with, piece by piece: for each step a text a prompt, often an empty one.
+    """The texts that continue each prompt, piece by piece: for each step a text a prompt, often an empty one.
 
     `images` are images that every prompt is about, of at most `max_pixels` as in training.
     """

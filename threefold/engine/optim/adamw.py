@@ -87,7 +87,7 @@ class AdamW:
         self.host.allocate_slots([self._on_host(param) for param in self.params if param.name in self.offloaded])
 
     def _state_bytes(self, param: OptimizerParam, master: bool, remainders: bool) -> int:
-        """Bytes of the states of one element of a parameter, beside its value."""
+        """Bytes of the states of one element of a parameter, without its value."""
         moments = 2 * state_dtype_of(param, self.dtype).itemsize
         if not master or not needs_master_weight(param) or param.value.dtype == torch.float32:
             return moments
@@ -141,7 +141,7 @@ class AdamW:
 
     @property
     def updates(self) -> PendingUpdates:
-        """The updates of offloaded parameters, which may run beside the next forward."""
+        """The updates of offloaded parameters, which may run during the next forward."""
         return self.host.updates
 
     def _update_offloaded(
@@ -237,7 +237,7 @@ class AdamW:
         adamw_step(value, grad.contiguous(), weight, exp_avg, exp_avg_sq, **self._settings(value, lr, decay))
 
     def _settings(self, like: Tensor, lr: float, decay: float) -> dict[str, Any]:
-        """What the kernels need beside tensors."""
+        """Settings of the kernels."""
         factor = like.new_ones((), dtype=torch.float32) if self._factor is None else self._factor
         betas, eps, steps = self.betas, self.eps, self.steps
         return {"factor": factor, "lr": lr, "decay": decay, "betas": betas, "eps": eps, "steps": steps}

@@ -19,8 +19,8 @@ from torch import Tensor
 from threefold.engine.device import is_simulated
 from threefold.engine.optim.pending_updates import PendingUpdates
 
-# Chunks on the device. An update waits until a kernel of the forward beside it leaves the multiprocessors, some
-# milliseconds with many tokens; so long the link goes on with the chunks behind it.
+# Chunks on the device. An update waits until a kernel of the forward that runs with it leaves the multiprocessors, some
+# milliseconds with many tokens; so long the link continues with the chunks after it.
 NUM_SLOTS = 8
 CHUNKS_PER_STEP = 128  # so that slots take six percent of the states, and few copies queue up in the streams
 MIN_CHUNK = 2**21  # elements: copies of 4 MiB or more saturate the link (measured on an H200)

@@ -35,7 +35,7 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a smaller scale is left to try: without one, gradients that are not finite are no overflow."""
+        """Return whether a smaller scale is left to try: without one, gradients that are not finite are no overflow."""
         return self.scale > MIN_SCALE
 
     def update(self, overflowed: bool) -> None:
@@ -52,7 +52,7 @@ class LossScaler:
             self.scale *= GROWTH
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state that a checkpoint keeps."""
         return {"scale": self.scale, "num_good_steps": self.num_good_steps, "hysteresis": self.hysteresis}
 
     def load_state(self, state: dict[str, Any]) -> None:

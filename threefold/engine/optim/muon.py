@@ -1,4 +1,4 @@
-"""Muon for matrices: momentum, orthogonalised by a few Newton-Schulz steps. All other parameters go to AdamW.
+"""Muon for matrices: momentum, orthogonalized by a few Newton-Schulz steps. All other parameters go to AdamW.
 
 `build.py` makes it (`job.optimizer = "muon"`). With data parallelism, `data_parallel/full_matrices.py` gathers the
 matrices whose shards are spread over ranks.
@@ -29,7 +29,7 @@ from threefold.engine.optim.param_remainders import (
 
 # Coefficients of the quintic iteration that pushes singular values towards 1 (Jordan et al., 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-_MAX_NUMEL_AT_ONCE = 2**26  # elements that are orthogonalised together
+_MAX_NUMEL_AT_ONCE = 2**26  # elements that are orthogonalized together
 
 
 # A row of these is one token or one channel, so that they are no linear maps and stay with AdamW.
@@ -39,7 +39,7 @@ _LEFT_TO_ADAMW = ("embed", "head", "conv")
 _MATMUL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def orthogonalise(update: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+def orthogonalize(update: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate the nearest semi-orthogonal matrix by GEMMs in `dtype`, in which the result is too; fp64 stays fp64.
 
     A stack is processed some matrices at a time, because intermediate results are several times as large.
@@ -68,7 +68,7 @@ def _newton_schulz(update: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def uses_muon(name: str, matrix: bool) -> bool:
-    """Whether Muon, not AdamW, updates the parameter of this name."""
+    """Return whether Muon, not AdamW, updates the parameter of this name."""
     return matrix and not any(word in name for word in _LEFT_TO_ADAMW)
 
 
@@ -162,7 +162,7 @@ class Muon:
         self._factor = factor
         for param, whole in self.gatherer.full_updates(self.params, self._update):
             size = max(whole.size(-2), whole.size(-1))
-            update = self.gatherer.local_part(param, orthogonalise(whole, dtype=self._matmul_dtype(param)))
+            update = self.gatherer.local_part(param, orthogonalize(whole, dtype=self._matmul_dtype(param)))
             shrink, rate = 1 - lr * self.weight_decay, -lr * 0.2 * size**0.5
             if param.name in self.remainders:
                 remainder = self.remainders[param.name]

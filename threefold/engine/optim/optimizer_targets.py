@@ -47,7 +47,8 @@ def as_optimizer_params(named: Iterable[tuple[str, Tensor] | OptimizerParam]) ->
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter is a matrix or a stack of matrices. A bias is a vector, also where experts stack theirs."""
+    """Return whether a parameter is a matrix or a stack of matrices. A bias is a vector, also where experts stack
+    theirs."""
     return len(shape) >= 2 and not name.endswith("bias")
 
 
@@ -57,7 +58,7 @@ def state_dtype_of(param: OptimizerParam, dtype: torch.dtype) -> torch.dtype:
 
 
 def needs_master_weight(param: OptimizerParam) -> bool:
-    """Whether the model's parameter has less than 32 bits."""
+    """Return whether the model's parameter has less than 32 bits."""
     return param.dtype not in (torch.float32, torch.float64)
 
 

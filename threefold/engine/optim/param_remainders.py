@@ -1,8 +1,8 @@
 """fp32 master weights in two parts: the model's bf16 weight, and the 16 bits that its rounding left over.
 
 `AdamW` and `Muon` keep the second part alone (`knobs.store_param_remainders`), so that a master weight takes two bytes
-beside the weight instead of four. The master weight is (bits of the weight << 16) + remainder, where the remainder is a
-signed 16-bit number.
+next to the weight instead of four. The master weight is (bits of the weight << 16) + remainder, where the remainder is
+a signed 16-bit number.
 
 The weight is always the master weight rounded as torch rounds it, to the nearest and at a tie to the even one. A master
 weight exactly in the middle between an even weight and the larger one after it has the remainder +32768, which is one
@@ -23,8 +23,8 @@ _CHUNK_NUMEL = 2**24  # elements of master weights that exist in fp32 at a time
 
 
 def can_store_remainder(param: OptimizerParam) -> bool:
-    """Whether the parameter is the upper half of its fp32 master weight. fp16 has other exponents than fp32, and FSDP's
-    weights are fp32 themselves."""
+    """Return whether the parameter is the upper half of its fp32 master weight. fp16 has other exponents than fp32, and
+    FSDP's weights are fp32 themselves."""
     return param.dtype == torch.bfloat16 and param.value.dtype == torch.bfloat16
 
 

@@ -195,11 +195,11 @@ class PendingUpdates:
         return self._tensors.get(self._names[position], ())
 
     def is_pending(self, position: int) -> bool:
-        """Whether an update at this position or before it was not waited for yet."""
+        """Return whether an update at this position or before it was not waited for yet."""
         return bool(self._pending) and self._pending[0][0] <= position
 
     def wait_through(self, position: int) -> None:
-        """Wait for the updates up to this position. The host goes on; the current stream waits."""
+        """Wait for the updates up to this position. The host continues; the current stream waits."""
         if not self.is_pending(position):
             return
         last = None

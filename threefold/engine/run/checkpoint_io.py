@@ -99,7 +99,7 @@ class OpenCheckpoint:
 
     folder: Path
     manifest: Manifest
-    facts: dict[str, Any]  # the JSON values beside the tensors, such as the step and the position in the data
+    facts: dict[str, Any]  # the JSON values next to the tensors, such as the step and the position in the data
     stored: StoredTensors
     lease: ReadLease  # it is not removed while this is held
 
@@ -174,5 +174,5 @@ def _misfit(folder: Path, name: str, found: tuple[int, ...] | None, wanted: tupl
         rule="checkpoint-fits",
         at=str(folder),
         problem=f"{folder.name} {has} {name}, of shape {list(wanted)} here",
-        advice="go on with the plan the run was started with, or start a new run",
+        advice="continue with the plan the run was started with, or start a new run",
     )

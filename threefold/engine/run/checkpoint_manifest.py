@@ -5,7 +5,7 @@
 earlier versions have no sizes.
 
 The checksums have no key: they find damage, not malice. Whoever makes a folder can make its manifest, so that a
-manifest is held to what it must list, and whatever it vouches for is checked like any other file of a stranger.
+manifest is held to what it must list, and whatever it vouches for is checked like any other untrusted file.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifest of a checkpoint says."""
+    """The manifest of a checkpoint."""
 
     files: dict[str, str]  # SHA-256 of each file
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and full shape

@@ -62,10 +62,11 @@ class BestEvaluation:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "BestEvaluation | None":
-        """What a checkpoint knows; None where the run has not evaluated, or where the facts are none."""
-        found = facts.get("best")
-        found = found if isinstance(found, dict) else {}
-        step, loss, num_since = (found.get(name) for name in ("step", "loss", "num_since"))
+        """Read the best evaluation from a checkpoint's facts; None where the run has not evaluated, or where the facts
+        are none."""
+        best = facts.get("best")
+        best = best if isinstance(best, dict) else {}
+        step, loss, num_since = (best.get(name) for name in ("step", "loss", "num_since"))
         if type(step) is not int or type(loss) is not float or type(num_since) is not int or not math.isfinite(loss):
             return None
         return cls(step, loss, num_since) if step > 0 else None
@@ -74,7 +75,7 @@ class BestEvaluation:
 class Checkpoints:
     """Saves in the background, keeps the newest checkpoints, and loads the newest one whose checksums are right.
 
-    `group` holds all ranks of the run on the CPU and is used by nothing else, because saving goes on while steps
+    `group` holds all ranks of the run on the CPU and is used by nothing else, because saving continues while steps
     communicate. Every rank makes the same calls.
     """
 
@@ -202,7 +203,7 @@ class Checkpoints:
         return (tensors, opened.facts) if want is None else opened.facts
 
     def open_latest(self, say: Callable[[str], None]) -> OpenCheckpoint | None:
-        """Open the newest checkpoint that is whole; `say` is told of damaged ones. None where there are none."""
+        """Open the newest checkpoint that is whole; `say` prints damaged ones. None where there are none."""
         self.finish()
         problems: list[Finding] = []
         steps = run_on_first_rank(self.group, self.steps)
@@ -226,14 +227,14 @@ class Checkpoints:
         best = BestEvaluation.of(newest.facts)
         if best is None or self.path(best.step) == newest.folder:
             return newest
-        found, damage = self._open(self.path(best.step))
-        if found is None:
+        checkpoint, damage = self._open(self.path(best.step))
+        if checkpoint is None:
             say(f"{damage[0].problem}; taking {newest.folder.name}")
             return newest
         say(
             f"step {best.step}, the best by its evaluation loss of {best.loss:.4f}; --newest takes {newest.folder.name}"
         )
-        return found
+        return checkpoint
 
     def open_newest(self) -> OpenCheckpoint | None:
         """Open the newest checkpoint, or raise what is wrong with it; None where there is no checkpoint."""

@@ -102,8 +102,8 @@ class _SavePlanner(DefaultSavePlanner):
     """Torch's planner, which also finds the chunks of a `CheckpointShard`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, CheckpointShard) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, CheckpointShard) else super().lookup_object(index)
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,9 @@ class StoredTensors:
         chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
         facts = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
         items = create_read_items_for_chunk_list(name, facts, shard.__create_chunk_list__())
-        found, wanted = sum(i.lengths.numel() for i in items), sum(chunk.numel() for chunk in shard.chunks.values())
-        if found != wanted:
-            raise damaged(self._folder / INDEX, f"{wanted - found} elements of {name} are missing")
+        num_found, wanted = sum(i.lengths.numel() for i in items), sum(chunk.numel() for chunk in shard.chunks.values())
+        if num_found != wanted:
+            raise damaged(self._folder / INDEX, f"{wanted - num_found} elements of {name} are missing")
         return items
 
     def _read(self, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:

@@ -199,7 +199,7 @@ _STORAGE_DTYPES = {
     "torch.LongStorage": torch.int64,
     "torch.BoolStorage": torch.bool,
 }
-_STORAGES = {*_STORAGE_DTYPES, "torch.storage.UntypedStorage"}  # the last has its dtype beside it
+_STORAGES = {*_STORAGE_DTYPES, "torch.storage.UntypedStorage"}  # the last has its dtype next to it
 _KNOWN_IN_STORAGE = {*_REBUILD, *_STORAGES, *DTYPES, "collections.OrderedDict"}
 
 

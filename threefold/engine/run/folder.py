@@ -54,7 +54,7 @@ _MOST_VARIABLES = 100
 
 
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
-    """Make the folder, or go on in one that holds a run of the same plan. `lock` keeps other processes out.
+    """Make the folder, or resume in one that holds a run of the same plan. `lock` keeps other processes out.
 
     The plan is written by `record_plan`, when data and weights are known to be good, so that a start that fails does
     not bind the next one. A plan in a folder without contract and checkpoints is that of a start that was killed.
@@ -73,7 +73,7 @@ def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
 
 
 def record_plan(folder: Path, plan: Plan) -> None:
-    """Write the plan that the run is going on with: `sample` and `export-hf` read it."""
+    """Write the plan that the run continues with: `sample` and `export-hf` read it."""
     _replace(folder / PLAN, dump_plan(plan, complete=True).encode())
 
 
@@ -87,8 +87,8 @@ def check_same_data(folder: Path, content: list[dict[str, Any]], tokenizer: dict
     differences += data_differences(contract.get(DATA), content)
     if differences:
         advice = (
-            "give the data as it was, wherever it lies, with run.eval_every on or off as it was; or go on with other "
-            f"data in a new run: `threefold train PLAN --from {folder} --run NEW`"
+            "give the data as it was, wherever it lies, with run.eval_every on or off as it was; or continue with "
+            f"other data in a new run: `threefold train PLAN --from {folder} --run NEW`"
         )
         problem = f"the run was started with other data: {listed(differences)}"
         raise FindingsError([Finding(rule="data-unchanged", at="job.data", problem=problem, advice=advice)])
@@ -132,7 +132,7 @@ def _contract_of(folder: Path) -> dict[str, Any]:
 def check_run_folder(folder: Path) -> None:
     """Raise where a folder holds what a run must not read or write through, or a contract that is none.
 
-    The folder may come from a stranger: a link in it could lead a write of the run to any file of the user.
+    The folder may be untrusted: a link in it could lead a write of the run to any file of the user.
     """
     for path, reason in unsafe_entries(folder):
         advice = "remove it from the run's folder; for another disk, put the whole run there with --run"
@@ -143,7 +143,7 @@ def check_run_folder(folder: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
-        advice = "restore it, or delete it: the run goes on without it"
+        advice = "restore it, or delete it: the run continues without it"
         raise FindingsError([unreadable_finding(contract, f"cannot be read: {error}", advice)]) from None
 
 
@@ -259,7 +259,7 @@ def append_timing(
 class Metrics:
     """Writes `metrics.jsonl`, one JSON object per line. Steps are numbered from 1, as in the terminal.
 
-    A run that goes on behind `last_step` drops the lines past it. Earlier versions numbered steps from 0; lines of
+    A run that resumes after `last_step` drops the lines past it. Earlier versions numbered steps from 0; lines of
     such a file are given the numbers of today.
 
     A line that cannot be written, as on a full disk, raises nothing: the finding is in `problem`, so that the run can
@@ -275,7 +275,7 @@ class Metrics:
                 _replace(self.path, _lines_until(self.path, last_step))
             self._file = open_to_append(self.path)
         except UnsafeFileError as error:
-            advice = "move it away: the run goes on with a new file"
+            advice = "move it away: the run continues with a new file"
             raise FindingsError([unreadable_finding(self.path, str(error), advice)]) from None
         except OSError as error:
             raise FindingsError([unwritable_finding(self.path, error)]) from None
@@ -299,7 +299,7 @@ class Metrics:
 
 
 def _is_json(value: Any) -> bool:
-    """Whether JSON can express the value: it has no NaN and no infinities."""
+    """Return whether JSON can express the value: it has no NaN and no infinities."""
     return not isinstance(value, float) or math.isfinite(value)
 
 

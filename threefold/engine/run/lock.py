@@ -30,7 +30,7 @@ MAX_HOLDER = 200  # characters of the file that are shown
 class RunLock:
     """Keeps a folder to this process until it is closed. The kernel closes it, however the process ends.
 
-    On a file system without locks the run goes on without one.
+    On a file system without locks the run continues without one.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], lease_seconds: float = LEASE_SECONDS) -> None:
@@ -63,7 +63,7 @@ class RunLock:
             self.acquire()
 
     def _is_in_place(self) -> bool:
-        """Whether the locked file is the one that the next process would find."""
+        """Return whether the locked file is the one that the next process would find."""
         assert self._file is not None
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), (self.folder / LOCK).stat())
@@ -147,7 +147,7 @@ def _rename_unless_read(folder: Path, aside: Path) -> bool:
 
 
 def _try_lock(file: TextIO | int) -> bool:
-    """Whether the file is locked now; True also where the file system has no locks."""
+    """Return whether the file is locked now; True also where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -99,7 +99,7 @@ class ExperimentTrackers:
         texts = {
             name: value for name, value in values.items() if isinstance(value, str) and self._texts.get(name) != value
         }
-        self._texts |= texts  # such as the peak behind MFU, which does not change from step to step
+        self._texts |= texts  # such as the peak of MFU, which does not change from step to step
         try:
             for name, text in texts.items() if self._writer else ():
                 self._writer.add_text(name, text, step)

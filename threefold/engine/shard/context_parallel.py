@@ -108,7 +108,7 @@ class CpGroups:
 
 
 def make_cp_groups(mesh: Mesh, plan: Plan, degree: int) -> CpGroups:
-    """The groups of `degree` neighbouring ranks of `cp`, which begin at a multiple of it.
+    """The groups of `degree` neighboring ranks of `cp`, which begin at a multiple of it.
 
     For `a2a+p2p` ranks of one fast domain exchange heads; within a single domain only the ring is left.
     """
@@ -217,8 +217,8 @@ def _token_group(mesh: Mesh, degree: int) -> Group:
 
 
 def _function(module: Mixer, plan: Plan, cp_comm: str, groups: CpGroups) -> Callable[..., Any]:
-    """What a mixer calls at one degree. A single rank needs no exchange; latents are expanded span by span there too,
-    because saving them expanded would take more memory than at any other degree."""
+    """The function that a mixer calls at one degree. A single rank needs no exchange; latents are expanded span by span
+    there too, because saving them expanded would take more memory than at any other degree."""
     slot, function = mixer_function(module, plan, cp_comm, groups)
     if not groups.group.is_trivial or slot == "attend_over_ranks":
         return function

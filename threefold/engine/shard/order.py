@@ -38,7 +38,7 @@ class ShardedModel:
 
 
 def shard_model(plan: Plan, mesh: Mesh, options: Options, dtype: torch.dtype, seed: int | None) -> ShardedModel:
-    """Shard on the meta device, then allocate and initialise: no rank ever holds more than its shard.
+    """Shard on the meta device, then allocate and initialize: no rank ever holds more than its shard.
 
     `seed` is None where weights are loaded instead.
     """

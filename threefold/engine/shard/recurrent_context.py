@@ -61,13 +61,13 @@ class ContextParallelDelta:
         for span, (qkv_BTKX, documents, tail), gates in zip(spans, longer, ba.split(sizes, dim=1), strict=True):
             heads = layer.convolve(qkv_BTKX, layer.conv, documents, normalize=fused is not None)
             q, k, v = (part[:, tail:] for part in heads)
-            found = span_documents(span, document_BS)
+            span_settings = span_documents(span, document_BS)
             if fused is None:
                 q, k = (part.repeat_interleave(layer.values_per_key, dim=2) for part in (q, k))
-                parts.append(chunk_delta_rule(q, k, v, *weights.gates(gates), *found))
+                parts.append(chunk_delta_rule(q, k, v, *weights.gates(gates), *span_settings))
             else:
                 a, b = weights.raw_gates(gates)
-                parts.append(fused.span(q, k, v, a, b, layer.a_log, layer.dt_bias, *found))
+                parts.append(fused.span(q, k, v, a, b, layer.a_log, layer.dt_bias, *span_settings))
         states = self._initial_states(torch.stack([part.transition() for part in parts]), spans)
         return torch.cat([part.output(state) for part, state in zip(parts, states, strict=True)], dim=1)
 
@@ -96,7 +96,7 @@ def convolve_spans(
 def spans_with_tails(
     parts: Sequence[Tensor], spans: Sequence[range], taps: int, documents_BS: Tensor | None, group: Group
 ) -> Iterator[tuple[Tensor, Tensor | None, int]]:
-    """Each span behind the last few tokens of the span before it, the documents of both, and how many these few are."""
+    """Each span after the last few tokens of the span before it, the documents of both, and how many these few are."""
     tail = min(taps - 1, len(spans[0]))
     ends = torch.cat([part[:, part.shape[1] - tail :] for part in parts], dim=1)
     ends = undo_zigzag(gather_along(ends, group, dim=1), group.size, 1)
@@ -157,7 +157,7 @@ class ContextParallelMamba:
         effects = []
         for scan in scans:
             added_BGnX, factor_BGR = scan.transition()
-            # A head's factor stands for each of its columns, beside the rows of its state.
+            # A head's factor stands for each of its columns, next to the rows of its state.
             factor_BG1X = factor_BGR.repeat_interleave(added_BGnX.shape[-1] // factor_BGR.shape[-1], dim=-1)[:, :, None]
             effects.append(torch.cat([added_BGnX, factor_BG1X], dim=2))
         all_P = undo_zigzag(gather_along(torch.stack(effects), self.group), self.group.size, 0)

@@ -27,7 +27,7 @@ MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block
 
 @dataclass(frozen=True)
 class ShardedMask:
-    """Which keys of which rank the queries of this rank attend to, and the scale of their logits."""
+    """The keys of each rank that the queries of this rank attend to, and the scale of their logits."""
 
     group: Group
     mask: AttentionMask
@@ -117,7 +117,7 @@ def around_ring(x: list[Tensor], group: Group) -> Iterator[tuple[int, list[Tenso
 
 
 class GradientRing:
-    """Gradients of what goes `around_ring`. They travel one step behind it and end on the rank that owns them.
+    """Gradients of what goes `around_ring`. They travel one step after it and end on the rank that owns them.
 
     The owner's own contribution comes first and never travels. Gradients travel in `dtype`; None leaves theirs.
     """

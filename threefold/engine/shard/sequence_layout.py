@@ -40,7 +40,7 @@ def shard_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def undo_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
-    """The whole sequence, from the shards of all ranks one behind the other."""
+    """The whole sequence, from the shards of all ranks one after the other."""
     if cp == 1:
         return x
     pieces = x.chunk(2 * cp, dim)
@@ -48,7 +48,7 @@ def undo_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
 
 
 def apply_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
-    """The shards of all ranks one behind the other, from the whole sequence: the inverse of `undo_zigzag`."""
+    """The shards of all ranks one after the other, from the whole sequence: the inverse of `undo_zigzag`."""
     if cp == 1:
         return x
     pieces = x.chunk(2 * cp, dim)
@@ -58,7 +58,7 @@ def apply_zigzag(x: Tensor, cp: int, dim: int) -> Tensor:
 def start_sequence_gather(x: Tensor, group: Group, dim: int, keep_zigzag: bool = False) -> Callable[[], Tensor]:
     """Start gathering the shards of all ranks. -> a function that waits and returns the sequence in its own order.
 
-    With `keep_zigzag` the shards stay one behind the other, in the order of ranks. There is no backward.
+    With `keep_zigzag` the shards stay one after the other, in the order of ranks. There is no backward.
     """
     if group.is_trivial:
         return lambda: x

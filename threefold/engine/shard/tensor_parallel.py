@@ -265,7 +265,7 @@ def _shard_placement(old: Placement, dim: int, ranges: list[Range], shared_by: i
 
 
 def _with_adapters(module: nn.Module, shards: ParameterShards) -> ParameterShards:
-    """The shards, and behind each sharded weight that of its adapter: B has the rows of the weight, A its columns, and
+    """The shards, and after each sharded weight that of its adapter: B has the rows of the weight, A its columns, and
     every rank has a copy of the other one."""
     for name, dim, ranges, shared_by in shards:
         yield name, dim, ranges, shared_by
@@ -303,7 +303,7 @@ def _even_range(module: nn.Module, name: str, dim: int, rank: int, degree: int) 
 
 
 def _gqa_shards(module: GqaAttention, rank: int, degree: int) -> ParameterShards:
-    """Ranks get whole heads. With more ranks than key/value heads, neighbouring ranks hold the same one."""
+    """Ranks get whole heads. With more ranks than key/value heads, neighboring ranks hold the same one."""
     spec = module.spec
     num_shards = min(degree, spec.num_kv_heads)
     copies = degree // num_shards

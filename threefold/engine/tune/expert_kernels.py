@@ -108,7 +108,7 @@ def _step_times(
     workload: Workload, start: KernelChoice, shape: ExpertShape, has_gluon: bool, has_cute: bool
 ) -> StepTimes:
     """Milliseconds of each kernel of each step amid the other steps of `start`, with its layout of FC1's output."""
-    found: StepTimes = {}
+    seconds_by_step: StepTimes = {}
     for step in STEPS:
         configs = [
             *triton_candidates(step),
@@ -117,8 +117,8 @@ def _step_times(
         ]
         choices = [replace(start, **{step: config}) for config in _allowed_configs(step, start, configs)]
         times = _interleaved_times(workload, choices, (step, step))
-        found[step] = {getattr(choice, step): times[choice] for choice in choices}
-    return found
+        seconds_by_step[step] = {getattr(choice, step): times[choice] for choice in choices}
+    return seconds_by_step
 
 
 def _allowed_configs(step: str, start: KernelChoice, configs: list[Any]) -> Iterator[StepConfig]:

@@ -40,11 +40,11 @@ def main(jobs_path: str, results_path: str) -> int:
             world = join(plan)
         mesh = Mesh(plan.layout, world.rank, world.device)
         if job["window"] is None:
-            found = {"speeds": [asdict(speed) for speed in machine_speeds(mesh)]}
+            result = {"speeds": [asdict(speed) for speed in machine_speeds(mesh)]}
         else:
-            found = _measured(plan, world, mesh, TrialWindow(**job["window"]))
+            result = _measured(plan, world, mesh, TrialWindow(**job["window"]))
         if world.is_leader:
-            add_result(Path(results_path), found)
+            add_result(Path(results_path), result)
     return 0
 
 

@@ -30,7 +30,7 @@ LEAST_STEPS = 2  # that are timed, whatever the time
 
 @dataclass(frozen=True, slots=True)
 class TrialWindow:
-    """Which steps of a trial are timed: `steps` after `warmup`, fewer where `seconds` are over."""
+    """The timed steps of a trial: `steps` after `warmup`, fewer where `seconds` are over."""
 
     warmup: int
     steps: int
@@ -40,7 +40,7 @@ class TrialWindow:
 
 @dataclass
 class TrialLog:
-    """What the steps of a trial did on this rank."""
+    """The steps of a trial on this rank."""
 
     seconds: list[float]
     results: list[StepResult]
@@ -83,8 +83,8 @@ def run_trial(plan: Plan, mesh: Mesh, window: TrialWindow) -> dict[str, Any]:
 
 
 def _work_json(plan: Plan, log: TrialLog, work: StepWork) -> dict[str, float | bool]:
-    found = {"tokens": work.num_tokens, "useful_tokens": work.num_useful_tokens, "flops": work.flops}
-    return found | ({"images": work.num_images, "is_image_free": not log.num_images} if plan.is_vlm else {})
+    values = {"tokens": work.num_tokens, "useful_tokens": work.num_useful_tokens, "flops": work.flops}
+    return values | ({"images": work.num_images, "is_image_free": not log.num_images} if plan.is_vlm else {})
 
 
 def _steps(plan: Plan, parts: Parts, window: TrialWindow, effects: RunEffects) -> TrialLog:
@@ -117,7 +117,7 @@ def _batches(parts: Parts, step: int) -> list[Any]:
 
 
 def _trace(plan: Plan, parts: Parts, folder: Path, done: int) -> None:
-    """Trace some steps behind the timed ones."""
+    """Trace some steps after the timed ones."""
     profiler = StepProfiler(folder, parts, parts.mesh.rank, done + 1)
     for step in range(done, done + NUM_STEPS):
         with profiler.step(step + 1):
@@ -126,10 +126,10 @@ def _trace(plan: Plan, parts: Parts, folder: Path, done: int) -> None:
 
 
 def _is_over(parts: Parts, here: bool) -> bool:
-    """Whether any rank has used up its time: all stop after the same step."""
-    said = torch.tensor(int(here), device=parts.device)
-    all_reduce(said, parts.mesh.world, "max").wait()
-    return bool(said)
+    """Return whether any rank has used up its time: all stop after the same step."""
+    over = torch.tensor(int(here), device=parts.device)
+    all_reduce(over, parts.mesh.world, "max").wait()
+    return bool(over)
 
 
 def free_gpu_memory() -> None:

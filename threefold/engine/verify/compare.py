@@ -88,7 +88,7 @@ def compare_results(
         for rank in ranks
         if rank.loss_scale < one_rank.loss_scale / 2
     ]
-    problems += [f"nothing travelled along {axis}" for axis in _unused_axes(plan, ranks)]
+    problems += [f"nothing traveled along {axis}" for axis in _unused_axes(plan, ranks)]
     problems += [f"frozen and changed: {sorted(rank.moved)}" for rank in (one_rank, *ranks) if rank.moved]
     gradients = _assemble([one_rank.gradients])[0]
     sizes = {name: float(value.abs().max()) for name, value in gradients.items() if value.numel()}
@@ -153,9 +153,9 @@ def _largest_gap(gaps: Iterator[Iterator[float]]) -> float:
 
 def _loss_gaps(one_rank: RankResults, rank: RankResults) -> Iterator[float]:
     pairs = zip((*one_rank.losses, one_rank.evaluation), (*rank.losses, rank.evaluation), strict=True)
-    for wanted, found in pairs:
-        assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
-        yield from _gaps(list(wanted.values()), [found[name] for name in wanted])
+    for wanted, actual in pairs:
+        assert wanted.keys() == actual.keys(), wanted.keys() ^ actual.keys()
+        yield from _gaps(list(wanted.values()), [actual[name] for name in wanted])
 
 
 def _gaps(wanted: Sequence[float], found: Sequence[float]) -> Iterator[float]:
@@ -166,8 +166,8 @@ def _differences(
     what: str, wanted: dict[str, Tensor], ranks: list[ShardValues], problems: list[str], floors: dict[str, float]
 ) -> list[tuple[str, float]]:
     """`floors`: what tensors are compared with that have no size of their own."""
-    found = _assemble_checked(what, wanted, ranks, problems, once=True)
-    both = ((name, found[name], value) for name, value in wanted.items() if name in found)
+    actual = _assemble_checked(what, wanted, ranks, problems, once=True)
+    both = ((name, actual[name], value) for name, value in wanted.items() if name in actual)
     return [(name, relative_difference(here, value, floors.get(name, 0.0))) for name, here, value in both]
 
 
@@ -175,13 +175,13 @@ def _assemble_checked(
     what: str, wanted: dict[str, Tensor], ranks: list[ShardValues], problems: list[str], once: bool
 ) -> dict[str, Tensor]:
     """Full tensors from the values of all ranks. Elements that nobody sent, or with `once` sent twice, are problems."""
-    found, times = _assemble(ranks)
-    if wanted.keys() != found.keys():
-        problems.append(f"{what}: missing or unknown {sorted(wanted.keys() ^ found.keys())}")
+    assembled, times = _assemble(ranks)
+    if wanted.keys() != assembled.keys():
+        problems.append(f"{what}: missing or unknown {sorted(wanted.keys() ^ assembled.keys())}")
     for name, count in times.items():
         if count.numel() and (int(count.min()) < 1 or (once and int(count.max()) > 1)):
             problems.append(f"{what} of {name}: elements on {int(count.min())} to {int(count.max())} ranks")
-    return found
+    return assembled
 
 
 def _assemble(ranks: list[ShardValues]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

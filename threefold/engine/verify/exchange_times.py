@@ -37,13 +37,13 @@ def total_length(intervals: Iterable[Interval]) -> float:
 
 def intersection(one: Iterable[Interval], other: Iterable[Interval]) -> list[Interval]:
     """The times that lie in both."""
-    found, left, right = [], union(one), union(other)
+    overlaps, left, right = [], union(one), union(other)
     while left and right:
         start, end = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
         if start < end:
-            found.append((start, end))
+            overlaps.append((start, end))
         (left if left[0][1] < right[0][1] else right).pop(0)
-    return found
+    return overlaps
 
 
 # The phase of an exchange by the part and name of the graph node that starts it.
@@ -103,7 +103,7 @@ class Exchange(CallListener):
     start: Any
     done: Any = None  # the transfer ended
     wanted: Any = None  # some code began to wait
-    got: Any = None  # that code went on
+    got: Any = None  # that code continued
 
     def on_start(self, work: Any) -> None:
         self.clock.when_done(work, self._done)
@@ -120,7 +120,7 @@ class Exchange(CallListener):
 
     @property
     def under_way(self) -> Interval:
-        # The callback at the end may run late; code that waited went on in time.
+        # The callback at the end may run late; code that waited continued in time.
         ends = [self.clock.seconds(mark) for mark in (self.done, self.got) if mark is not None]
         return self.clock.seconds(self.start), min(ends)
 
@@ -155,12 +155,12 @@ class ExchangeRecorder:
     @contextmanager
     def step(self) -> Iterator[list[StepExchanges]]:
         """Record one step; the list holds its `StepExchanges` after the `with` block."""
-        found: list[StepExchanges] = []
+        exchanges: list[StepExchanges] = []
         self.exchanges = []
         start = self.clock.now()
         with observe_collectives(self._observe), observe_nodes(self._enter_node):
-            yield found
-        found.append(self._summarize((self.clock.seconds(start), self.clock.seconds(self.clock.now()))))
+            yield exchanges
+        exchanges.append(self._summarize((self.clock.seconds(start), self.clock.seconds(self.clock.now()))))
 
     def _observe(self, call: CollectiveCall) -> CallListener | None:
         if call.operation != "all_to_all" or call.group.name != "ep":

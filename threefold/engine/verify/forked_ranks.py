@@ -64,7 +64,7 @@ def _first_to_fail(ranks: Sequence[BaseProcess]) -> int:
 
 def _traceback(folder: str, rank: int) -> str:
     path = Path(folder) / f"{rank}.txt"
-    return path.read_text() if path.exists() else "(it said nothing)"
+    return path.read_text() if path.exists() else "(it printed nothing)"
 
 
 def _run_rank(

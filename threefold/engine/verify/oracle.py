@@ -39,7 +39,7 @@ from threefold.plan.plan import Knobs, Plan
 
 LR = 1e-3
 EVALUATION = 1000  # number of the step whose samples are evaluated on
-_UNLABELLED = 5  # one sample in this many has no label
+_UNLABELED = 5  # one sample in this many has no label
 # Relative change of the router's scores on which no choice of experts may depend: a thousand times the rounding in
 # fp64, a few times in fp32, where more would find ties everywhere.
 _NUDGE = {torch.float64: 1e-9, torch.float32: 1e-6}
@@ -87,7 +87,7 @@ def run_one_rank(
 
 
 def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
-    """What one rank trains to compare the plan's ranks with: the unsharded model with the plainest knobs."""
+    """The plan that one rank trains for the comparison: the unsharded model with the plainest knobs."""
     # They change what is computed and which states there are. Remainders of master weights are held to whole ones.
     kept = ("precision", "optimizer_dtype", "master_weights", "muon_dtype")
     knobs = Knobs(dispatcher="local", **{name: getattr(plan.knobs, name) for name in kept})
@@ -144,7 +144,7 @@ def run_rank(
             results.norms.append(result.grad_norm)
             results.skipped += not result.applied
             results.loss_scale = result.loss_scale or 1.0
-            if step == 0:  # the steps behind it show what an evaluation leaves behind
+            if step == 0:  # the steps after it show what an evaluation leaves behind
                 results.evaluation = samples.evaluate(parts)
     _count_unobserved_calls(parts, results)
     if parts.runner.graph_stats is not None:
@@ -220,11 +220,11 @@ def _record_weights_and_states(parts: Parts, results: RankResults) -> None:
     parts.data.finish_param_sync()
     for name, placement, memory, start in parts.data.local_tensors():
         results.weights += shard_values(name, placement, memory.detach(), start)
-    owned = {one.name: one for one in parts.data.owned}
+    owned = {shard.name: shard for shard in parts.data.owned}
     for name, value in parts.optimizer.state_dict().items():
-        one = owned.get(name.partition(".")[2])
-        if one is not None:
-            results.states += shard_values(name, one.placement, value.view(-1), one.start)
+        shard = owned.get(name.partition(".")[2])
+        if shard is not None:
+            results.states += shard_values(name, shard.placement, value.view(-1), shard.start)
     for chunk in parts.chunks.values():
         results.biases |= {name: buffer.to("cpu", copy=True) for name, buffer in chunk.named_buffers()}
 
@@ -270,7 +270,7 @@ def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
     length = plan.job.seq_len
     tokens = torch.randint(plan.model.vocab, (length + 1,), generator=draw)
     ignored = torch.rand(length, generator=draw) < 0.1 * (1 + number % 3)
-    if number % _UNLABELLED == _UNLABELLED - 1:  # as where a prompt fills its sequence in fine-tuning
+    if number % _UNLABELED == _UNLABELED - 1:  # as where a prompt fills its sequence in fine-tuning
         ignored = torch.ones(length, dtype=torch.bool)
     starts = torch.rand(length, generator=draw) < 3.0 / length
     return tokens[:-1], tokens[1:].masked_fill(ignored, IGNORE), starts.long().cumsum(0)

@@ -73,10 +73,10 @@ def run_variants(
     trials: list[Trial] = []
     for names in [variants] if by_turns else [[name] for name in variants]:
         running = [_run_steps(rank, plan, name, warmup, steps, torch.device(device)) for name in names]
-        found: list[Trial | None] = [None]
-        while None in found:
-            found = [next(one) for one in running]
-        trials += [trial for trial in found if trial]
+        finished: list[Trial | None] = [None]
+        while None in finished:
+            finished = [next(variant) for variant in running]
+        trials += [trial for trial in finished if trial]
     return trials
 
 

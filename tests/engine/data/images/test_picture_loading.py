@@ -87,7 +87,7 @@ def test_every_document_comes_once_and_whole(shard: Path, tmp_path: Path, packin
     for number in range(index.num_documents):
         first, after = index.shard.offsets[number : number + 2].astype(int)
         tokens = tuple(index.shard.read(first, after).tolist())
-        expected[tokens] = [(p.first_token, p.grid, p.files) for p in index.pictures_of(number)]
+        expected[tokens] = [(p.first_token, p.grid, p.files) for p in index.images_of(number)]
     assert found == expected
     assert source.num_samples == 40 if not packing else source.num_samples < 40
 

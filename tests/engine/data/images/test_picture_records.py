@@ -67,16 +67,16 @@ def test_a_tar_shard_has_records_of_all_kinds(tmp_path: Path) -> None:
     assert document(index, 2) == (asked, "First}")
     assert document(index, 3) == ("{user\n(######)Which?}\n{assistant\nThis.}\n", "This.}")
     assert document(index, 4) == ("words alone$", "words alone$")
-    placed = [[(p.first_token, p.grid) for p in index.pictures_of(number)] for number in range(5)]
+    placed = [[(p.first_token, p.grid) for p in index.images_of(number)] for number in range(5)]
     assert placed == [[(1, (4, 6))], [(1, (4, 6))], [(7, (8, 4)), (20, (4, 6))], [(7, (4, 6))], []]
     assert index.vision_tokens_of().tolist() == [6, 6, 14, 6, 0]
-    assert index.pictures_of(1)[0].files[0].read() == PNG
+    assert index.images_of(1)[0].files[0].read() == PNG
 
 
 def test_a_shard_is_indexed_once_and_a_damaged_index_anew(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "some.tar", {"0.png": PNG, "0.json": CAPTION})
     first = index_of(path, cache=tmp_path)
-    [arrays] = tmp_path.glob("pictures-*.safetensors")
+    [arrays] = tmp_path.glob("images-*.safetensors")
     before = arrays.stat().st_mtime_ns
     assert index_of(path, cache=tmp_path).digest == first.digest
     assert arrays.stat().st_mtime_ns == before

@@ -1,6 +1,6 @@
 """Turns the samples of a microbatch into a batch with images: their patches, and the positions of all tokens.
 
-An image whose header is sound can still fail to decode. Its document then has no loss and sees a grey image, so that
+An image whose header is sound can still fail to decode. Its document then has no loss and sees a gray image, so that
 shapes and all other documents stay as they are; it is counted and named. `loader.py` makes one `BatchImages` a rank.
 `BalancedSteps` deals the samples of a step out to ranks and microbatches so that their image tokens are level: ranks
 wait for each other, so the slowest encoder sets the pace. All ranks compute the same assignment from the same numbers;
@@ -34,7 +34,7 @@ def assign_samples(loads: Sequence[int], samples_per_slot: int) -> list[list[int
 
     The largest sample goes next to the slot with the smallest load that has room; equal loads go to the first slot.
     With one sample in a slot the slots are therefore sorted by size: the ranks of one microbatch, which are
-    neighbouring slots, get similar samples, and the totals of two ranks differ by less than the largest sample.
+    neighboring slots, get similar samples, and the totals of two ranks differ by less than the largest sample.
     """
     num_slots, rest = divmod(len(loads), samples_per_slot)
     if rest:
@@ -50,10 +50,10 @@ def assign_samples(loads: Sequence[int], samples_per_slot: int) -> list[list[int
 
 
 class BalancedSteps:
-    """Which samples each slot of a step has. The last steps are remembered, since each is asked for slot by slot."""
+    """The samples of each slot of a step. The last steps are remembered, since each is asked for slot by slot."""
 
     def __init__(self, load_of: Callable[[int], int], global_batch: int, micro_batch: int) -> None:
-        """`load_of` gives the image tokens of a sample by its number in the global sequence."""
+        """`load_of` returns the image tokens of a sample by its number in the global sequence."""
         self.load_of, self.global_batch, self.micro_batch = load_of, global_batch, micro_batch
         self._assigned: dict[int, list[list[int]]] = {}
 
@@ -73,7 +73,7 @@ MAX_NAMED = 10_000  # bad images that are remembered
 
 @dataclass(frozen=True)
 class SkippedImages:
-    """What cannot be used of image data."""
+    """Records and images that cannot be used."""
 
     num_records: int  # left out when the data was indexed
     records: tuple[tuple[str, str, int], ...]  # place, reason and number of the first of them
@@ -81,7 +81,7 @@ class SkippedImages:
 
     @staticmethod
     def of(sources: Iterable[object], images: "BatchImages | None") -> "SkippedImages":
-        """Those of the sources of a mixture and of the batches made so far."""
+        """Collect those of the sources of a mixture and of the batches made so far."""
         num_records, named = 0, []
         for source in sources:
             while hasattr(source, "source"):  # the part of a source that trains, or that is held out
@@ -97,12 +97,12 @@ class SkippedImages:
 
     @staticmethod
     def joined(ranks: Sequence["SkippedImages"]) -> "SkippedImages":
-        """Those of all ranks, which have the same records and decode different images."""
+        """Join those of all ranks, which have the same records and decode different images."""
         images = dict(pair for rank in ranks for pair in rank.images)
         return replace(ranks[0], images=tuple(images.items()))
 
     def lines(self, most: int = 20) -> list[str]:
-        """What to tell the user; nothing where everything can be used."""
+        """Lines for the user; none where everything can be used."""
         count = self.num_records + len(self.images)
         if not count:
             return []
@@ -166,9 +166,9 @@ class BatchImages:
 
     def _count(self, requests: Sequence[ResizeRequest], decoded: Sequence[object]) -> None:
         with self.lock:
-            for request, found in zip(requests, decoded, strict=True):
-                if isinstance(found, str) and len(self.bad) < MAX_NAMED:
-                    self.bad[request.file.place] = found
+            for request, outcome in zip(requests, decoded, strict=True):
+                if isinstance(outcome, str) and len(self.bad) < MAX_NAMED:
+                    self.bad[request.file.place] = outcome
 
     def _positions(self, row: Sample, length: int) -> Tensor:
         """Positions (3, S) of one row. They begin anew in each document; padding counts like text."""

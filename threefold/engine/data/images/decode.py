@@ -49,7 +49,7 @@ class BadImageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """Where the bytes of an image are: a file, or a member of a tar shard."""
+    """The place of the bytes of an image: a file, or a member of a tar shard."""
 
     path: str
     offset: int = 0
@@ -58,7 +58,7 @@ class ImageFile:
 
     @property
     def place(self) -> str:
-        """What to call it in a message."""
+        """The name of the file in a message."""
         return f"{self.path} (byte {self.offset})" if self.offset else self.path
 
     def read(self, most: int = MAX_FILE_BYTES) -> bytes:
@@ -164,14 +164,14 @@ def _open(data: bytes) -> "Image.Image":
 
 
 def _orientation(image: "Image.Image") -> int:
-    """How the image is turned, by its EXIF data; 1 is upright.
+    """The orientation of the image, by its EXIF data; 1 is upright.
 
-    PNG can have them behind the pixels. They are not read then: the size must be known before the pixels are.
+    PNG can have them after the pixels. They are not read then: the size must be known before the pixels are.
     """
     if image.format == "PNG" and "exif" not in image.info:
         return 1
-    found = image.getexif().get(_ORIENTATION, 1)
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    orientation = image.getexif().get(_ORIENTATION, 1)
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
 
 
 def _reason(error: BaseException) -> str:
@@ -230,8 +230,8 @@ class DecodePool:
             problem = f"the processes that decode images died {self._num_deaths} times in a row"
             advice = "look for the reason above; memory may be short, or decode without them"
             fix = {"run.image_workers": 0}
-            found = Finding(rule="image-workers-run", at="run.image_workers", problem=problem, fix=fix, advice=advice)
-            raise FindingsError([found])
+            finding = Finding(rule="image-workers-run", at="run.image_workers", problem=problem, fix=fix, advice=advice)
+            raise FindingsError([finding])
         return "the process that decoded it died"
 
 

@@ -1,7 +1,7 @@
 """Encodes a record as one document: its tokens, which of them are learned, and where its images stand.
 
 Conversations are written in ChatML. An image is <|vision_start|>, one <|image_pad|> for each merge x merge patches,
-<|vision_end|>. A video is one such piece for each pair of frames, behind the mean of their timestamps as text: `<0.3
+<|vision_end|>. A video is one such piece for each pair of frames, after the mean of their timestamps as text: `<0.3
 seconds>`. Answers of the assistant are learned; of a document without turns all text is. Tokens of
 images never are. `image_index.py` calls `encode_record`.
 """
@@ -69,7 +69,7 @@ class RecordEncoder:
         return document
 
     def prompt(self, turns: list[Turn]) -> EncodedRecord:
-        """What an answer is sampled from: the document up to and including the start of the assistant's next turn, or
+        """The document from which an answer is sampled: up to and including the start of the assistant's next turn, or
         without turns all of it but its end."""
         if [turn.role for turn in turns] == [None]:
             document = EncodedRecord()

@@ -2,9 +2,9 @@
 
 The pass reads the header of each image, encodes each record as a document, and writes
 
-    pictures-KEY.tok          a token shard with a loss mask: the documents
-    pictures-KEY.safetensors  which images each document has, their grids, and where their bytes are
-    pictures-KEY.json         the files that offsets refer to, and what was skipped, with reasons
+    images-KEY.tok          a token shard with a loss mask: the documents
+    images-KEY.safetensors  which images each document has, their grids, and where their bytes are
+    images-KEY.json         the files that offsets refer to, and what was skipped, with reasons
 
 The key holds paths, sizes and times of the data, the tokenizer, the vision tokens and the patch rules. A record with a
 image that cannot be used is skipped, counted and named. `image_source.py` reads the index.
@@ -42,7 +42,7 @@ from threefold.safe_files import read_json_object
 from threefold.spec.model import VisionTokens
 from threefold.units import KIB
 
-VERSION = 1  # of the files and of the encoding; part of the key
+VERSION = 2  # of the files and of the encoding; part of the key
 HEADER_BYTES = 64 * KIB  # read first; headers with large profiles are longer, and then the whole file is read
 # What reading a missing or damaged index raises: then it is made anew.
 ARRAYS = ".safetensors"
@@ -105,7 +105,7 @@ def open_image_index(
     `within` is the folder that links of tar shards may not leave.
     """
     require_pillow()
-    base = cache_folder(cache) / f"pictures-{_key(paths, tokenizer, vision_tokens, rules)}"
+    base = cache_folder(cache) / f"images-{_key(paths, tokenizer, vision_tokens, rules)}"
     with suppress(*_DAMAGED):
         return _read_index(name, base, vision_tokens, rules)
     with locked(base):
@@ -119,10 +119,10 @@ def _key(paths: Sequence[Path], tokenizer: Tokenizer, vision_tokens: VisionToken
     facts: list[Any] = [VERSION, tokenizer.label, tokenizer.end, asdict(vision_tokens), asdict(rules)]
     for path in paths:
         try:
-            found = path.stat()
+            stat = path.stat()
         except OSError as error:
             raise _unreadable(path, f"cannot be read: {error.strerror or error}") from None
-        facts.append([os.path.realpath(path), found.st_size, found.st_mtime_ns])
+        facts.append([os.path.realpath(path), stat.st_size, stat.st_mtime_ns])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
@@ -131,7 +131,7 @@ def _read_index(name: str, base: Path, vision_tokens: VisionTokens, rules: Patch
     shard = TokenShard(base.with_suffix(".tok"), verify=True)
     facts = read_json_object(base.with_suffix(".json"), MAX_TABLE_BYTES)
     arrays = load_file(base.with_suffix(ARRAYS))
-    documents, images, frames = (arrays[part].astype(np.int64) for part in ("documents", "pictures", "frames"))
+    documents, images, frames = (arrays[part].astype(np.int64) for part in ("documents", "images", "frames"))
     digest = _array_digest(documents, images, frames)
     if len(documents) != shard.header.num_documents + 1 or facts["arrays"] != digest:
         raise ValueError("the parts of the index do not belong together")
@@ -163,7 +163,7 @@ class _IndexWriter:
     ) -> None:
         self.name, self.base, self.tokenizer = name, base, tokenizer
         self.encoder = RecordEncoder(tokenizer, vision_tokens, rules, self._size_of)
-        # A model's own ids may lie behind those of a tokenizer of bytes.
+        # A model's own ids may lie after those of a tokenizer of bytes.
         self.vocab = 1 + max(tokenizer.vocab - 1, *asdict(vision_tokens).values())
         self.digest = hashlib.sha256()
         self.files: dict[tuple[str, str | None], int] = {}
@@ -176,8 +176,8 @@ class _IndexWriter:
     def write(self, paths: Sequence[Path], within: Path | None) -> None:
         with ShardWriter(self.base.with_suffix(".tok"), self.vocab, self.tokenizer.label) as writer:
             for path in paths:
-                for at, found in _read(path, within):
-                    self._add(writer, at, found)
+                for at, record in _read(path, within):
+                    self._add(writer, at, record)
             if len(self.documents) == 1:
                 named = "".join(f"; {at}: {reason}" for at, reason in self.skipped[:1])
                 raise _unreadable(self.name, f"none of {self.num_records} records can be used{named}")
@@ -237,7 +237,7 @@ class _IndexWriter:
             "arrays": _array_digest(documents, images, frames),
         }
         with replaced(self.base.with_suffix(ARRAYS)) as aside:
-            save_file({"documents": documents, "pictures": images, "frames": frames}, aside)
+            save_file({"documents": documents, "images": images, "frames": frames}, aside)
         with replaced(self.base.with_suffix(".json")) as aside:
             aside.write_text(json.dumps(facts))
 

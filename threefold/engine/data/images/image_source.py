@@ -105,7 +105,7 @@ class ImageSource:
         )
 
     def skipped(self) -> tuple[int, list[tuple[str, str, int]]]:
-        """How many records cannot be used; place, reason and number of those that are named."""
+        """The number of records that cannot be used; place, reason and number of those that are named."""
         named = [(at, reason, 1) for at, reason in self.index.skipped]
         if count := self.num_too_long:
             too_long = f"{format_many(count, 'document')} longer than job.seq_len ({self.seq_len})"
@@ -149,7 +149,7 @@ SUFFIX = ".tar"
 
 
 def holds_images(name: str, vision: VisionSpec | None) -> bool:
-    """Whether this entry is read as image data."""
+    """Return whether this entry is read as image data."""
     if name in SCENES or name.endswith(SUFFIX):
         return True
     path = Path(name)

@@ -1,7 +1,7 @@
 """Sizes and patches of images, by the rules of Qwen's image and video processors.
 
 An image is resized (bicubic) so that each side is a multiple of patch x merge and its pixels lie within two limits.
-Its values are normalised and cut into patches. Patches stand in blocks of merge x merge, which become one token; the
+Its values are normalized and cut into patches. Patches stand in blocks of merge x merge, which become one token; the
 values of a patch are ordered channel, frame, row, column. A still image stands for two equal frames.
 
 `image_index.py` asks for sizes, `batch_images.py` for patches. This module imports no torch, for decoding workers.
@@ -28,7 +28,7 @@ class ImageSizeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PatchRules:
-    """What resizing and patches depend on. Class and field names enter cached file names, so they cannot change."""
+    """The rules of resizing and patches. Class and field names enter cached file names, so they cannot change."""
 
     patch: int
     temporal_patch: int
@@ -124,11 +124,11 @@ def write_patches(pixels_THWC: NDArray[np.uint8], rules: PatchRules, out_PC: NDA
     blocks = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # block row and column, patch in the block, channel, frame, pixel
     shape = (rows // m, columns // m, m, m, CHANNELS, rules.temporal_patch, p, p)
     # An image is one frame that stands for all frames of its temporal patch: it is broadcast.
-    out_PC.reshape(shape)[:] = normalised_values(rules.mean, rules.std)[blocks]
+    out_PC.reshape(shape)[:] = normalized_values(rules.mean, rules.std)[blocks]
 
 
 @lru_cache(maxsize=8)
-def normalised_values(mean: float, std: float) -> NDArray[np.float32]:
-    """The normalised value of each of the 256 levels, rounded at the same places as transformers' processor rounds."""
+def normalized_values(mean: float, std: float) -> NDArray[np.float32]:
+    """The normalized value of each of the 256 levels, rounded at the same places as transformers' processor rounds."""
     levels = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     return np.asarray((levels - np.float32(mean)) / np.float32(std), np.float32)

@@ -72,27 +72,27 @@ def _make_record(
             content = shard.extractfile(member)
             data = content.read() if content else b""
             try:
-                found = json.loads(data) if extension == "json" else {"caption": data.decode("utf-8")}
+                read = json.loads(data) if extension == "json" else {"caption": data.decode("utf-8")}
             except (ValueError, RecursionError) as error:
                 return at, f"{member.name} cannot be read: {error}"
-            if not isinstance(found, dict):
+            if not isinstance(read, dict):
                 return at, f"{member.name} holds no JSON object"
-            fields = {**found, **(fields or {})}
+            fields = {**read, **(fields or {})}
     if fields is None:
         return at, "it has images and no .json or .txt"
 
     def find_file(name: str) -> ImageFile:
         extension = PurePosixPath(name).name
-        found = files.get(extension) or files.get(extension.partition(".")[2])
-        if found is None:
+        file = files.get(extension) or files.get(extension.partition(".")[2])
+        if file is None:
             raise RecordError(f"{name[:80]!r} is no image with this key")
-        return found
+        return file
 
     return at, RawRecord(at, fields, find_file, tuple(files))
 
 
 def _key(member: tarfile.TarInfo) -> str:
-    """The name up to the first dot behind the last slash, as WebDataset groups members."""
+    """The name up to the first dot after the last slash, as WebDataset groups members."""
     path = PurePosixPath(member.name)
     return str(path.with_name(path.name.partition(".")[0] or path.name))
 
@@ -122,11 +122,11 @@ def _parse_line(at: str, line: bytes, folder: Path) -> RawRecord | str:
         return f"not valid JSON: {error}"
     if not isinstance(fields, dict):
         return "no JSON object"
-    return RawRecord(at, fields, lambda name: find_beside(folder, name))
+    return RawRecord(at, fields, lambda name: find_next_to(folder, name))
 
 
-def find_beside(folder: Path, name: str) -> ImageFile:
-    """An image of the folder or of one below it. Nothing else is opened, whatever a stranger's JSONL names."""
+def find_next_to(folder: Path, name: str) -> ImageFile:
+    """An image of the folder or of one below it. Nothing else is opened, whatever an untrusted JSONL names."""
     if "\0" in name or "://" in name or name.startswith("data:"):
         raise RecordError(f"{name[:80]!r} is not the name of a file")
     path = folder / name

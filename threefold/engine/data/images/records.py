@@ -140,7 +140,7 @@ def _split_text(text: str, queue: "_ImageQueue") -> list[Part]:
 
 
 class _ImageQueue:
-    """The images and videos that a record lists beside its text, which are taken one after another."""
+    """The images and videos that a record lists next to its text, which are taken one after another."""
 
     def __init__(self, record: RawRecord) -> None:
         fields, self._find = record.fields, record.find_file
@@ -166,7 +166,7 @@ class _ImageQueue:
         return self.video(self._videos.pop(0))
 
     def take_all(self) -> list[Part]:
-        """Those that are left."""
+        """Take the images that are left."""
         images, videos = self._images, self._videos
         self._images, self._videos = [], []
         return [*map(self.image, images), *map(self.video, videos)]
@@ -190,14 +190,14 @@ class _ImageQueue:
 
 
 def _timestamps(video: Mapping[str, Any], num_frames: int) -> tuple[float, ...]:
-    found, fps = video.get("timestamps"), video.get("fps")
-    if found is None and fps is not None and _is_number(fps) and fps > 0:
-        found = [number / fps for number in range(num_frames)]
-    if not isinstance(found, list) or len(found) != num_frames or not all(map(_is_number, found)):
+    seconds, fps = video.get("timestamps"), video.get("fps")
+    if seconds is None and fps is not None and _is_number(fps) and fps > 0:
+        seconds = [number / fps for number in range(num_frames)]
+    if not isinstance(seconds, list) or len(seconds) != num_frames or not all(map(_is_number, seconds)):
         raise RecordError("a video has one timestamp in seconds for each frame, or frames per second (fps)")
-    if any(later < earlier for earlier, later in pairwise(found)) or found[0] < 0:
+    if any(later < earlier for earlier, later in pairwise(seconds)) or seconds[0] < 0:
         raise RecordError("the timestamps of a video do not rise")
-    return tuple(map(float, found))
+    return tuple(map(float, seconds))
 
 
 def _is_number(value: Any) -> bool:
@@ -209,7 +209,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _names_images(messages: Any) -> bool:
-    """Whether parts of turns name their images themselves."""
+    """Return whether parts of turns name their images themselves."""
     turns = messages if isinstance(messages, list) else []
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]

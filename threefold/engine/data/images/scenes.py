@@ -51,12 +51,12 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One shape, with its centre and radius relative to the sides of the image."""
+    """One shape, with its center and radius relative to the sides of the image."""
 
     kind: str
     colour: str
     place: str
-    centre: tuple[float, float]  # x, y from 0 to 1
+    center: tuple[float, float]  # x, y from 0 to 1
     radius: float  # of the shorter side
 
     def questions(self) -> list[Question]:
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is in an image."""
+    """The shapes in an image."""
 
     width: int
     height: int
@@ -103,7 +103,7 @@ def invent_scene(rng: np.random.Generator) -> Scene:
         x, y = (0.25 + 0.5 * half + rng.uniform(-0.04, 0.04) for half in (place % 2, place // 2))
         radius = float(rng.uniform(0.15, 0.21))
         shapes.append(Shape(KINDS[kind], tuple(COLOURS)[colour], PLACES[place], (x, y), radius))
-    level = rng.integers(120, 236)  # a nearly grey background, so that no shape is lost in it
+    level = rng.integers(120, 236)  # a nearly gray background, so that no shape is lost in it
     background = tuple(int(value) for value in np.clip(level + rng.integers(-14, 15, 3), 0, 255))
     return Scene(
         width,
@@ -122,7 +122,7 @@ def draw_scene(scene: Scene, rng: np.random.Generator) -> bytes:
     jitter = rng.integers(-12, 13, (len(scene.shapes), 3))
     for shape, shift in zip(scene.shapes, jitter, strict=True):
         radius = shape.radius * min(scene.width, scene.height)
-        left, top = (int(c * side - radius) for c, side in zip(shape.centre, (scene.width, scene.height), strict=True))
+        left, top = (int(c * side - radius) for c, side in zip(shape.center, (scene.width, scene.height), strict=True))
         colour = np.clip(np.array(COLOURS[shape.colour]) + shift, 0, 255)
         image.paste(tuple(colour.tolist()), (left, top), _shape_mask(shape.kind, radius))
     return _encode(image, scene.file_format, rng)
@@ -139,7 +139,7 @@ def _texture(scene: Scene, rng: np.random.Generator) -> NDArray[np.uint8]:
 
 
 def _shape_mask(kind: str, radius: float) -> "Image.Image":
-    """Where a shape covers the square around it."""
+    """The part of the square around a shape that it covers."""
     from PIL import Image, ImageDraw
 
     side = (2 * int(radius) + 1) * SUPERSAMPLING

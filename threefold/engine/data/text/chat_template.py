@@ -103,7 +103,7 @@ def _answer(tokenizer: FileTokenizer, template: ChatTemplate, chat: Conversation
     rendered = template.render(chat.messages[: turn + 1], chat.tools, chat.variables)
     begin = _answer_start(tokenizer, template, chat, turn, rendered)
     text = rendered.text[begin:].rstrip()
-    # What the template writes behind the token that ends a turn, a line break as a rule, is not the assistant's.
+    # What the template writes after the token that ends a turn, a line break as a rule, is not the assistant's.
     ends = text.endswith(tuple(tokenizer.special_names)) if tokenizer.special_names else False
     return rendered, (begin, begin + len(text) if ends else len(rendered.text))
 
@@ -122,7 +122,7 @@ def _answer_start(
         return len(prompt.text)
     base = template.render(before, chat.tools, chat.variables)
     if not rendered.text.startswith(base.text):
-        return _start_behind_last_turn(template, chat, turn, (base.text, prompt.text, rendered.text))
+        return _start_after_last_turn(template, chat, turn, (base.text, prompt.text, rendered.text))
     # The start of an answer may have more than every answer has, such as an opened <think>.
     prompt_tokens, _ = _encode(tokenizer, prompt)
     tokens, offsets = _encode(tokenizer, rendered)
@@ -132,8 +132,8 @@ def _answer_start(
     return max(len(base.text), int(offsets[same, 0]) if same < len(tokens) else len(rendered.text))
 
 
-def _start_behind_last_turn(template: ChatTemplate, chat: Conversation, turn: int, texts: tuple[str, str, str]) -> int:
-    """Where an answer starts whose template renders earlier turns otherwise once it is there: behind the turn before.
+def _start_after_last_turn(template: ChatTemplate, chat: Conversation, turn: int, texts: tuple[str, str, str]) -> int:
+    """The start of an answer whose template renders earlier turns otherwise once it is there: after the turn before.
 
     `texts`: rendered up to the answer, the same with the start of an answer, and rendered with the answer.
     """
@@ -179,7 +179,7 @@ def _encode(tokenizer: FileTokenizer, rendered: Rendered) -> tuple[Tokens, Offse
 
 def _encode_part(tokenizer: FileTokenizer, text: str, is_forged: bool, inside: bool) -> tuple[Tokens, Offsets]:
     encode = tokenizer.encode_spelled if is_forged else tokenizer.encode_rendered
-    # Some tokenizers put a space before the first word of a text; behind a line break they do not.
+    # Some tokenizers put a space before the first word of a text; after a line break they do not.
     extra = "\n" if inside and text else ""
     tokens, offsets = encode(extra + text)
     if extra and offsets[0].tolist() == [0, 1] and (len(offsets) == 1 or offsets[1, 0] >= 1):

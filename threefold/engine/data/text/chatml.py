@@ -29,7 +29,7 @@ class ChatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of one chat in OpenAI's form, and what a template is given beside them."""
+    """The messages of one chat in OpenAI's form, and what else a template is given."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None  # JSON schemas of functions that the assistant may call

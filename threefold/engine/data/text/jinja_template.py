@@ -42,8 +42,8 @@ class SpecialTexts:
 
     def places(self, text: str) -> Iterator[Span]:
         """Each place where a special token is spelled, the longest where several begin. They may overlap."""
-        for found in self._first.finditer(text):
-            at = found.start()
+        for match in self._first.finditer(text):
+            at = match.start()
             sizes = (size for size in self._sizes if text[at : at + size].lower() in self._names)
             if (size := next(sizes, None)) is not None:
                 yield at, at + size
@@ -61,14 +61,14 @@ class SpecialTexts:
 
     def _parts_at_edges(self, text: str) -> Iterator[Span]:
         most = max(self._sizes, default=1) - 1
-        for found in self._last.finditer(text[:most]):
-            head = text[: found.end()].lower()
+        for match in self._last.finditer(text[:most]):
+            head = text[: match.end()].lower()
             if any(name.endswith(head) and name != head for name in self._names):
-                yield 0, found.end()
-        for found in self._first.finditer(text, max(0, len(text) - most)):
-            tail = text[found.start() :].lower()
+                yield 0, match.end()
+        for match in self._first.finditer(text, max(0, len(text) - most)):
+            tail = text[match.start() :].lower()
             if any(name.startswith(tail) and name != tail for name in self._names):
-                yield found.start(), len(text)
+                yield match.start(), len(text)
 
     def differing(self, text: str, changed: str) -> list[Span] | None:
         """The special tokens of a text that differ in its changed rendering; they may overlap.
@@ -180,15 +180,15 @@ class ChatTemplate:
         changed = self._changed(given)
         if changed == given:
             return ()
-        found = self._differing(text, self._template, fixed | self._variables | changed)
-        if found is None and self._are_its_own(text, given, fixed):
+        spans = self._differing(text, self._template, fixed | self._variables | changed)
+        if spans is None and self._are_its_own(text, given, fixed):
             return ()
-        if found is None:
+        if spans is None:
             raise ChatError("a message spells a special token, and the chat template looks at it")
-        return found
+        return spans
 
     def _are_its_own(self, text: str, given: dict[str, Any], fixed: dict[str, Any]) -> bool:
-        """Whether every special token in a rendered text is written by the template."""
+        """Return whether every special token in a rendered text is written by the template."""
         own = self._differing(text, self._with_other_literals, fixed | self._changed(self._variables) | given)
         return own is not None and len(own) == len(list(self._special.places(text)))
 
@@ -222,7 +222,7 @@ def _run(template: "Template", values: dict[str, Any]) -> str:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """What Jinja joins the output of a template with."""
+    """Join the output of a template as Jinja does."""
     listed, learned, size = [], [], 0
     for part in parts:
         learned += [(size + begin, size + end) for begin, end in getattr(part, "_learned", ())]
@@ -266,7 +266,7 @@ def _compile(source: str) -> "Template":
         return environment.from_string(source)
     except Exception as error:  # Jinja takes more than the compiler of Python, which has errors of its own
         problem = f"its chat template cannot be compiled: {_first_line(error)}"
-        advice = "correct chat_template.jinja beside the tokenizer, or delete it: ChatML is used then"
+        advice = "correct chat_template.jinja next to the tokenizer, or delete it: ChatML is used then"
         raise FindingsError(
             [Finding(rule="chat-template-compiles", at="job.tokenizer", problem=problem, advice=advice)]
         ) from error

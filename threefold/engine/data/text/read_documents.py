@@ -64,7 +64,7 @@ def dataset_files(folder: Path) -> list[Path] | None:
         return None
     facts = _read_facts(folder / STATE)
     if facts.get("_indices_data_files") or facts.get("_indices_files"):
-        raise _refused(str(folder), "its rows are chosen by an index", "save it again behind flatten_indices()")
+        raise _refused(str(folder), "its rows are chosen by an index", "save it again after flatten_indices()")
     files = facts.get("_data_files")
     listed = [each.get("filename") for each in files if isinstance(each, dict)] if isinstance(files, list) else []
     if not listed or not all(isinstance(name, str) and Path(name).name == name for name in listed):
@@ -78,8 +78,8 @@ def read_arrow(path: Path, text_field: str, within: Path | None) -> Iterator[tup
         import pyarrow
     except ImportError as error:
         problem, advice = "pyarrow, which reads Parquet and Arrow, is not installed", "pip install threefold[parquet]"
-        found = Finding(rule="pyarrow-installed", at=str(path), problem=problem, advice=advice)
-        raise FindingsError([found]) from error
+        finding = Finding(rule="pyarrow-installed", at=str(path), problem=problem, advice=advice)
+        raise FindingsError([finding]) from error
     number = 0
     with open_regular(path, within) as file:
         try:
@@ -89,9 +89,9 @@ def read_arrow(path: Path, text_field: str, within: Path | None) -> Iterator[tup
                     number += 1
                     yield f"{path}:{number}", _without_nulls(row)
         except (pyarrow.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise _refused(
-                str(path), f"it cannot be read behind row {number}: {said}", "copy or make it again"
+                str(path), f"it cannot be read after row {number}: {reason}", "copy or make it again"
             ) from error
 
 
@@ -205,14 +205,14 @@ class ReadSummary:
         file = self.files[at.rpartition(":")[0]]
         file.add_bad(at, error)
         many, most = HOPELESS
-        if file.num_bad >= many and (found := file.refusal(max(most, self.max_bad))):
-            raise FindingsError([found])
+        if file.num_bad >= many and (finding := file.refusal(max(most, self.max_bad))):
+            raise FindingsError([finding])
 
     def check(self) -> None:
         """Raise the finding of the first file of which more records are bad than may be."""
         for file in self.files.values():
-            if found := file.refusal(self.max_bad):
-                raise FindingsError([found])
+            if finding := file.refusal(self.max_bad):
+                raise FindingsError([finding])
 
 
 def read_documents(

@@ -1,6 +1,6 @@
 """Turns one record of JSONL, Parquet or a saved dataset into a document. `read_documents` calls `parse_record`.
 
-The form of a record is told by its fields:
+The form of a record follows from its fields:
 
     {"messages": [{"role": ..., "content": ...}], "tools": [...]}     a chat, as OpenAI has it
     {"conversations": [{"from": "human", "value": ...}]}              a chat, as ShareGPT has it
@@ -46,7 +46,7 @@ class Document:
 
     at: str  # the file, with the line or row of a record
     text: str = ""
-    completion: str | None = None  # learned behind `text`, which is its prompt
+    completion: str | None = None  # learned after `text`, which is its prompt
     chat: Conversation | None = None
 
     @property
@@ -145,10 +145,10 @@ def _sharegpt_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _function_calls(value: str) -> list[dict[str, Any]]:
     calls = _load_json(value, "a function_call is no JSON")
-    found = calls if isinstance(calls, list) else [calls]
-    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in found):
+    listed = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in listed):
         raise ChatError("a function_call has a name and arguments")
-    return [{"type": "function", "function": call} for call in found]
+    return [{"type": "function", "function": call} for call in listed]
 
 
 def _instruction_messages(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -57,20 +57,20 @@ class Tokenized:
         return asdict(self)
 
     def warnings(self) -> list[Finding]:
-        """What a run on this data should say once."""
-        found = []
+        """Warnings that a run on this data should print once."""
+        findings = []
         if self.num_bad_records:
             problem = f"{format_many(self.num_bad_records, 'record')} skipped: {'; '.join(self.bad_records)}"
             advice = "correct them; job.max_bad_records=0 refuses them"
-            found.append(Finding("job.data", problem, advice=advice, severity="warning", rule="records-skipped"))
+            findings.append(Finding("job.data", problem, advice=advice, severity="warning", rule="records-skipped"))
         if self.num_chats_by_turn:
             problem = (
                 f"in {format_many(self.num_chats_by_turn, 'conversation')} each answer is a sample of its own: "
                 "the chat template renders earlier turns otherwise when others follow"
             )
             advice = "nothing is to be done; a template with {% generation %} keeps conversations whole"
-            found.append(Finding("job.data", problem, advice=advice, severity="warning", rule="chats-split-by-turn"))
-        return found
+            findings.append(Finding("job.data", problem, advice=advice, severity="warning", rule="chats-split-by-turn"))
+        return findings
 
 
 def tokenize_files(
@@ -109,7 +109,7 @@ def tokenize_files(
         seconds=time.monotonic() - begin,
         skipped=tuple(summary.skipped),
         num_bad_records=sum(file.num_bad for file in summary.files.values()),
-        bad_records=tuple(said for file in summary.files.values() for said in file.bad),
+        bad_records=tuple(reason for file in summary.files.values() for reason in file.bad),
         num_chats_by_turn=encoder.num_chats_by_turn,
     )
 
@@ -193,9 +193,9 @@ def cached_shard(
             return TokenShard(out, verify=True), _read_warnings(out)
         except FindingsError:
             made = tokenize_files([source], out, tokenizer, text_field=text_field, max_bad_records=max_bad_records)
-        said = [{name: getattr(found, name) for name in _FIELDS} for found in made.warnings()]
+        entries = [{name: getattr(warning, name) for name in _FIELDS} for warning in made.warnings()]
         with contextlib.suppress(OSError):  # the shard is what counts
-            write_aside(out.with_suffix(".json"), json.dumps(said).encode())
+            write_aside(out.with_suffix(".json"), json.dumps(entries).encode())
         return TokenShard(out, verify=True), made.warnings()
 
 
@@ -214,8 +214,8 @@ def _add_files(digest: "hashlib._Hash", source: Path) -> None:
 
 def _read_warnings(shard: Path) -> list[Finding]:
     try:
-        said = read_json(shard.with_suffix(".json"))
-        texts = [[str(each[name]) for name in _FIELDS] for each in said]
+        entries = read_json(shard.with_suffix(".json"))
+        texts = [[str(each[name]) for name in _FIELDS] for each in entries]
     except (OSError, ValueError, TypeError, KeyError):
         return []
     return [

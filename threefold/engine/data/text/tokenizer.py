@@ -21,9 +21,9 @@ from threefold.findings import Finding, FindingsError
 from threefold.safe_files import read_bounded
 
 Tokens = NDArray[np.int64]
-Offsets = NDArray[np.int64]  # first character of each token, and the one behind its last, as rows
+Offsets = NDArray[np.int64]  # first character of each token, and the one after its last, as rows
 
-# Special tokens come after the 256 bytes. Encoding a text never gives one of them.
+# Special tokens come after the 256 bytes. Encoding a text never makes one of them.
 BYTE_SPECIALS = {"<|endoftext|>": 256, "<|pad|>": 257, "<|im_start|>": 258, "<|im_end|>": 259}
 MAX_VOCAB = 2**31
 # Names of end-of-text tokens that are tried if tokenizer_config.json states none.
@@ -31,7 +31,7 @@ KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
 
 
 class Tokenizer(Protocol):
-    """What tokenizing and sampling need of a tokenizer."""
+    """The interface that tokenizing and sampling need."""
 
     label: str  # identifies the tokenizer in shards; shards with different labels are not mixed
     vocab: int
@@ -107,7 +107,7 @@ class FileTokenizer:
         """Encode many texts at once, for which the library uses all cores."""
         with self._reading():
             encoded = self._inner.encode_batch([_valid_utf8(text) for text in texts], add_special_tokens=False)
-        return (np.array(one.ids, np.int64) for one in encoded)
+        return (np.array(encoding.ids, np.int64) for encoding in encoded)
 
     def encode_completion(self, prompt: str, completion: str) -> tuple[Tokens, NDArray[np.uint8]]:
         prompt = _valid_utf8(prompt)
@@ -119,16 +119,16 @@ class FileTokenizer:
         with self._reading():
             self._inner.encode_special_tokens = False
             try:
-                found = self._inner.encode(_valid_utf8(text), add_special_tokens=False)
+                encoding = self._inner.encode(_valid_utf8(text), add_special_tokens=False)
             finally:
                 self._inner.encode_special_tokens = True
-        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def encode_spelled(self, text: str) -> tuple[Tokens, Offsets]:
         """Tokens of a text, in which special tokens that are spelled out stay text, and their place."""
         with self._reading():
-            found = self._inner.encode(text, add_special_tokens=False)
-        return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2)
+            encoding = self._inner.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @cached_property
     def special_names(self) -> dict[str, int]:
@@ -145,8 +145,8 @@ class FileTokenizer:
             return str(self._inner.decode(list(tokens), skip_special_tokens=True))
 
     def special(self, name: str) -> int | None:
-        found: int | None = self._inner.token_to_id(name)
-        return found
+        token: int | None = self._inner.token_to_id(name)
+        return token
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -178,7 +178,7 @@ def open_tokenizer(name: str, end: str | None = None) -> Tokenizer:
 
 
 def tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What identifies a tokenizer and its chat templates, wherever they lie: the contract of a run has it."""
+    """Facts that identify a tokenizer and its chat templates, wherever they lie, for the contract of a run."""
     return {"label": tokenizer.label, "vocab": tokenizer.vocab, "chat_template": tokenizer.settings.template_digest}
 
 

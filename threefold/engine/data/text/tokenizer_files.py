@@ -1,4 +1,4 @@
-"""What lies beside a Hugging Face `tokenizer.json`: the names of special tokens and the chat templates.
+"""Files next to a Hugging Face `tokenizer.json`: the names of special tokens and the chat templates.
 
 `FileTokenizer` reads them with `read_tokenizer_settings`. A configuration that is missing or damaged is as one that
 says nothing: only the tokenizer itself is needed for text. A template that cannot be read is refused, because chats
@@ -108,8 +108,8 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
             write_aside(out / name, content)
         except OSError as error:
             problem, advice = f"cannot be written: {error.strerror or error}", "give a folder that can be written"
-            found = Finding(rule="file-writable", at=str(out / name), problem=problem, advice=advice)
-            raise FindingsError([found]) from error
+            finding = Finding(rule="file-writable", at=str(out / name), problem=problem, advice=advice)
+            raise FindingsError([finding]) from error
         copied.append(name)
     return copied
 
@@ -117,9 +117,9 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
 def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Files come before the configuration, as in `transformers`."""
     files = {TEMPLATE: DEFAULT} | {f"{TEMPLATES}/{path.name}": path.stem for path in _template_files(folder)}
-    found = {name: text for file, name in files.items() if (text := _read_text(folder / file)) is not None}
-    if found:
-        return found
+    templates = {name: text for file, name in files.items() if (text := _read_text(folder / file)) is not None}
+    if templates:
+        return templates
     given = config.get("chat_template")
     if isinstance(given, str):
         return {DEFAULT: given}
