@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tree_shape
 
 import threefold
 
@@ -146,6 +147,20 @@ def test_few_modules_in_a_folder() -> None:
         if len(modules) > MAX_MODULES:
             crowded[str(folder.relative_to(PACKAGE))] = len(modules)
     assert not crowded
+
+
+def test_no_folder_lies_deep() -> None:
+    left = {"cost/memory/threefold/graphs", "cost/memory/threefold/partly_frozen", "cost/memory/threefold/timelines"}
+    left |= {"engine/kernels/experts/hopper", "interop/megatron/validation/judge"}  # these may only become fewer
+    assert set(tree_shape.deep_folders()) <= left
+
+
+def test_no_folder_is_in_a_cycle_with_what_lies_next_to_it() -> None:
+    left = {"threefold.cli.command_line", "threefold.cost.memory.threefold.timelines", "threefold.diagnose.deaths"}
+    left |= {"threefold.diagnose.logs", "threefold.engine.attention.head_groups"}  # these may only become fewer
+    names = tree_shape.modules()
+    imports = {name: list(tree_shape.imported(path, names)) for name, path in names.items()}
+    assert set(tree_shape.cycles(names, imports)) <= left
 
 
 def test_planning_never_loads_torch() -> None:
