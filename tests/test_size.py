@@ -18,7 +18,7 @@ CEILINGS: dict[str, int] = {
     "cost": 10_850,
     "diagnose": 3_640,
     "dryrun": 3_450,
-    "engine": 42_500,
+    "engine": 42_450,
     "explore": 900,
     "interop": 5_450,
     "launch": 1_600,
