@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_draws import draw_plan, shown
 from megatron_judges import RELEASES, disagreements, findings, refusals, verdict
+from repository import ROOT
 
 from threefold.interop.megatron.export_plan import BRIDGE
 from threefold.plan.plan import Plan
@@ -58,8 +59,10 @@ def print_cells(lines: list[dict[str, Any]]) -> None:
     harmless = [line for line in refused if line["verdict"] == "accepted"]
     rules = Counter(rule for line in harmless for rule in line["rules"])
     alone = Counter(line["rules"][0] for line in harmless if len(line["rules"]) == 1)
+    page = (ROOT / "docs" / "reference" / "export.md").read_text(encoding="utf-8").partition("## Refused here")[2]
     for rule, count in rules.most_common():
-        print(f"  refused here, accepted there: {rule} {count}, of these by it alone {alone[rule]}")
+        unsaid = "" if f"`{rule}`" in page else "; docs/reference/export.md does not say why"
+        print(f"  refused here, accepted there: {rule} {count}, of these by it alone {alone[rule]}{unsaid}")
     drawn = Counter(name for line in lines for name in {line["model"], *line["fields"]})
     knobs = {path: drawn[path] for path in FIELDS if path.startswith("knobs.")}
     print(f"knobs: {min(knobs.values())} to {max(knobs.values())} times each; {knobs}")

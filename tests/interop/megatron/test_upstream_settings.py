@@ -20,7 +20,8 @@ from threefold.interop.megatron.setting_facts import CONFLICTS
 from threefold.interop.megatron.setting_notes import NOTES
 from threefold.launch.slurm import Options, faults
 from threefold.plan.parse import change
-from threefold.rules.all import explain, judge
+from threefold.rules.all import errors, explain, judge
+from threefold.rules.fixes import repair
 from threefold.spec.megatron import places
 
 QWEN = recipe("qwen3-235b-a22b-4k-256xh100-bf16")
@@ -528,3 +529,12 @@ def test_megatrons_precision_aware_optimizer_is_adam(fields: dict[str, Any]) -> 
     refused = {one.rule for one in judge(build({**CLEAN, "job.optimizer": "muon", **fields}))}
     assert "narrow-states-need-adamw" in refused
     assert "narrow-states-need-adamw" not in {one.rule for one in judge(build({**CLEAN, **fields}))}
+
+
+@pytest.mark.parametrize(("model", "pp"), [("nemotron-3-ultra", 6), ("qwen3-vl-30b-a3b", 4)])
+def test_where_virtual_stages_go_overlap_goes_with_them(model: str, pp: int) -> None:
+    fields: dict[str, Any] = {"model": model, "target": "megatron-bridge", "cluster.chip": "gb200", "cluster.gpus": 384}
+    fields |= {"layout.pp": pp, "layout.vpp": 2, "layout.ep": 8, "job.global_batch": 768, "job.mtp": 0}
+    repaired, _ = repair(build({**fields, "knobs.ep_overlap": True}))
+    assert (repaired.layout.vpp, repaired.knobs.ep_overlap) == (1, False)
+    assert not errors(judge(repaired))

@@ -12,6 +12,10 @@ from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.stacks import CORE_CONFIG
 
 _EVENLY: Changes = {"layout.stages": None, "layout.schedule": None}  # other virtual stages need other chunks
+_ONE_CHUNK: list[Changes] = [  # EP overlap with a pipeline needs several chunks, and goes with them
+    {"layout.vpp": 1, **_EVENLY},
+    {"layout.vpp": 1, **_EVENLY, "knobs.ep_overlap": None, "knobs.delay_wgrad": None},
+]
 
 
 @rule(
@@ -105,7 +109,7 @@ def mamba_models_without_vpp(plan: Plan) -> Iterator[Finding]:
 def _virtual_stages_with_mamba(plan: Plan) -> Iterator[Finding]:
     if plan.model.mamba is not None and plan.layout.vpp > 1:
         problem = f"VPP {plan.layout.vpp} on {plan.model.name}"
-        yield Finding(at="layout.vpp", problem=problem, fix={"layout.vpp": 1, **_EVENLY})
+        yield Finding(at="layout.vpp", problem=problem, fixes=_ONE_CHUNK)
 
 
 @rule(
@@ -190,7 +194,7 @@ def qwen3_vl_without_vpp(plan: Plan) -> Iterator[Finding]:
     layout = plan.layout
     if plan.model.family == "qwen3_vl_moe" and layout.pp > 1 and layout.vpp > 1:
         problem = f"VPP {layout.vpp} on {plan.model.name}"
-        yield Finding(at="layout.vpp", problem=problem, fix={"layout.vpp": 1, **_EVENLY})
+        yield Finding(at="layout.vpp", problem=problem, fixes=_ONE_CHUNK)
 
 
 @rule(
