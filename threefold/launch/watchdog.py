@@ -176,10 +176,10 @@ class Watchdog:
         self._last_progress = self._now
 
     @contextmanager
-    def phase(self, name: str, limit: float = math.inf) -> Iterator[None]:
-        """A phase within another, such as writing a checkpoint."""
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase within another that may take as long as it likes, such as writing a checkpoint."""
         before = self._phase, self._phase_limit
-        self.enter_phase(name, limit)
+        self.enter_phase(name, math.inf)
         try:
             yield
         finally:

@@ -46,13 +46,12 @@ class DataSettings:
 def open_sources(
     job: Job,
     vocab: int,
-    seed: int = 0,
     tokenizer: Tokenizer | None = None,
     cache: str | Path | None = None,
     vision: VisionSpec | None = None,
 ) -> tuple[list[Source], list[float]]:
     """The sources of a job and their weights, with nothing held out."""
-    return open_job_data(job, DataSettings(vocab, seed, tokenizer, cache, vision))
+    return open_job_data(job, DataSettings(vocab, 0, tokenizer, cache, vision))
 
 
 def open_job_data(job: Job, settings: DataSettings) -> tuple[list[Source], list[float]]:

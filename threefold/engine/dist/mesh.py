@@ -44,9 +44,9 @@ GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "dp cp", "dp cp tp", "cp t
 TRIVIAL_GROUP = Group("alone", (0,), 0, None)
 
 
-def trivial_group(name: str, rank: int = 0) -> Group:
+def trivial_group(name: str) -> Group:
     """A group of one rank without a communicator."""
-    return Group(name, (rank,), 0, None)
+    return Group(name, (0,), 0, None)
 
 
 @dataclass

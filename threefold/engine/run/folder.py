@@ -51,6 +51,7 @@ _VARIABLES = (
 )
 _OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TRITON_CACHE_DIR")
 _MOST_VARIABLES = 100
+WARM_UP_STEPS = 6  # at the start, before the steady window
 
 
 def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
@@ -230,12 +231,11 @@ def append_timing(
     seconds: list[float],
     steps_before: int,
     profiled: tuple[int, int] | None = None,
-    skipped: int = 6,
 ) -> None:
     """Add the steps of this start of the run to the contract: the first one, the profiled ones, and the steady window
     with its mean time. Steps are numbered from 1."""
     path = folder / CONTRACT
-    skip = min(skipped, len(seconds) // 2)
+    skip = min(WARM_UP_STEPS, len(seconds) // 2)
     steady = seconds[skip:]
     if not steady:
         return

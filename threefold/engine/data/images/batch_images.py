@@ -69,6 +69,7 @@ class BalancedSteps:
 
 
 MAX_NAMED = 10_000  # bad images that are remembered
+MAX_LINES = 20  # that are printed
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ class SkippedImages:
         images = dict(pair for rank in ranks for pair in rank.images)
         return replace(ranks[0], images=tuple(images.items()))
 
-    def lines(self, most: int = 20) -> list[str]:
+    def lines(self) -> list[str]:
         """Lines for the user; none where everything can be used."""
         count = self.num_records + len(self.images)
         if not count:
             return []
-        named = (*((at, reason, 1) for at, reason in self.images), *self.records)[:most]
+        named = (*((at, reason, 1) for at, reason in self.images), *self.records)[:MAX_LINES]
         kinds = {"record": self.num_records, "image": len(self.images)}
         head = " and ".join(format_many(number, kind) for kind, number in kinds.items() if number)
         others = count - sum(number for _, _, number in named)
