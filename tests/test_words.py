@@ -64,7 +64,6 @@ LEFT = {
     "engine/models": 47,
     "engine/moe": 11,
     "engine/precision": 12,
-    "engine/run": 1,
     "engine/schedule": 21,
     "engine/shard": 1,
     "engine/weights": 30,

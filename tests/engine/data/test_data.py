@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tiny_runs import unigram_entropy
 
 from threefold.cli import tokenize as verb
+from threefold.cli.main import main
 from threefold.engine.data import loader
 from threefold.engine.data.cache_files import cache_folder
 from threefold.engine.data.embedded_corpus import corpus_path, embedded_corpus
@@ -388,7 +389,7 @@ def test_tokenize_verb(tmp_path: Path, tokenizer_file: Path, capsys: pytest.Capt
     assert said["ok"]
     assert said["tokenizer"].startswith("hf-")
     assert said["fingerprint"] == TokenShard(tmp_path / "a.tok").header.fingerprint
-    assert verb.run(parser.parse_args(["--json", "--out", str(tmp_path / "b.tok"), str(tmp_path / "none.txt")])) == 1
+    assert main(["tokenize", "--json", "--out", str(tmp_path / "b.tok"), str(tmp_path / "none.txt")]) == 1
     assert json.loads(capsys.readouterr().out)["findings"][0]["rule"] == "text-readable"
 
 

@@ -47,7 +47,7 @@ def keep_freed_memory() -> bool:
 
 
 def mkl_lacks_avx512() -> bool:
-    """Whether this CPU has AVX-512, and torch multiplies by an MKL that does not take it there."""
+    """Return whether this CPU has AVX-512, and torch multiplies by an MKL that does not take it there."""
     if not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     with suppress(OSError):
