@@ -10,6 +10,7 @@ from played_jobs import Overrides, PlayedCluster
 from repository import ROOT
 
 from threefold.cli.main import main
+from threefold.report.tune import tuned_text
 
 PLAN = ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml"
 TRIES = ("knobs.recompute=moe_act", "knobs.permute_fusion=true", "job.micro_batch=2")
@@ -56,6 +57,7 @@ def test_the_change_that_helps_wins_on_a_machine_that_drifts(
 def test_no_change_wins_where_none_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = tuned(tmp_path, PlayedCluster(lambda overrides: 20.0, noise=0.01), capsys)
     assert answer["verdict"] == "no change is certain"
+    assert "keep the plan as it is; benchmark-only" in tuned_text(answer)
     assert not (tmp_path / "winner.toml").exists()
 
 

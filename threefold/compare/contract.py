@@ -198,9 +198,9 @@ def why_benchmark(plan: Plan) -> tuple[str, ...]:
     return tuple(said)
 
 
-def label_of(plan: Plan) -> str:
-    """Whether what the plan measures could be accepted for training."""
-    return BENCHMARK if why_benchmark(plan) else TRAINING
+def label_of(*plans: Plan) -> str:
+    """Whether what the plans measure could be accepted for training."""
+    return BENCHMARK if any(map(why_benchmark, plans)) else TRAINING
 
 
 def model_fact_differences(a: Plan, b: Plan) -> list[tuple[str, Any, Any]]:

@@ -16,7 +16,7 @@ def tuned_text(found: dict[str, Any]) -> str:
         lines.append(f"the baseline asks for a setting without effect: {text}")
     lines += ["", verdicts_text(found["verdicts"]), "", _numbers(baseline, winner), ""]
     if winner is None:
-        lines.append(f"{found['verdict']}: keep the plan as it is")
+        lines.append(f"{found['verdict']}: keep the plan as it is; {found['label']}")
         if confirmation:
             lines.append(f"the best candidate was not kept: {confirmation['refused']}")
     else:

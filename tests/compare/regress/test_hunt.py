@@ -16,6 +16,7 @@ from threefold.compare.regress.trials import Trials
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.plan import Plan
+from threefold.report.compare.contract_text import hunted_text
 
 OTHERS: dict[str, Any] = {
     "job_lr": 0.01,
@@ -60,6 +61,18 @@ def timed(seconds: Callable[[Plan], float], noise: float = 0.01, seed: int = 0, 
 
 def fields_of(found: Hunted) -> list[set[str]]:
     return [set(culprit.fields) for culprit in found.culprits]
+
+
+@pytest.mark.parametrize(("data", "label"), [("synthetic", "benchmark-only"), ("corpus.jsonl", "training-equivalent")])
+@pytest.mark.parametrize("seconds", [1.0, 1.3])
+def test_a_hunt_says_whether_its_times_count_for_training(
+    data: str, label: str, seconds: float, hunted: Callable[..., Hunted]
+) -> None:
+    """With a culprit and without."""
+    a, b = run_plan(job_data=data), run_plan(job_data=data, run_keep=5)
+    found = hunted(timed(lambda plan: seconds if plan.run.keep == 5 else 1.0), a, b)
+    assert found.to_json()["label"] == label
+    assert hunted_text(found).endswith(f"; {label}")
 
 
 @pytest.mark.parametrize("seed", range(5))

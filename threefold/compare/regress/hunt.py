@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from threefold.compare.attribution import attribute
-from threefold.compare.contract import value_or_default
+from threefold.compare.contract import label_of, value_or_default
 from threefold.compare.field_groups import Group, Groups, PlansBetween, layout_faults
 from threefold.compare.regress.minimise import minimise
 from threefold.compare.regress.trials import Round, Say, Trials
@@ -77,10 +77,12 @@ class Hunted:
     culprits: tuple[Culprit, ...]
     num_fields: int
     num_rounds: int
+    label: str  # whether the times could be accepted for training
 
     def to_json(self) -> dict[str, Any]:
         return {
             "regression": self.baseline.kind,
+            "label": self.label,
             "failure": self.baseline.signature,
             "b": self.baseline.verdict.to_json(),
             "per": self.unit,
@@ -105,12 +107,11 @@ def hunt(a: Plan, b: Plan, trials: Trials, repeats: int, worse_by: float, say: S
     baseline = _baseline(a, b, trials, repeats, worse_by, amount)
     if baseline.kind == "slower" and not anyway:
         _check_same_work(a, b)
-    if baseline.kind == "none":
-        return Hunted(baseline, unit, (), len(between.differences), trials.num_rounds)
-    judge = _Judge(between, trials, baseline, repeats, worse_by, amount, say)
-    suspects, guess = _likely_first(between, baseline)
-    culprits = tuple(_culprits(between, suspects, guess, judge, say))
-    return Hunted(baseline, unit, culprits, len(between.differences), trials.num_rounds)
+    culprits: list[Culprit] = []
+    if baseline.kind != "none":
+        judge = _Judge(between, trials, baseline, repeats, worse_by, amount, say)
+        culprits = _culprits(between, *_likely_first(between, baseline), judge, say)
+    return Hunted(baseline, unit, tuple(culprits), len(between.differences), trials.num_rounds, label_of(a, b))
 
 
 def _check_same_work(a: Plan, b: Plan) -> None:

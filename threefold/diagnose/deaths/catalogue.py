@@ -16,8 +16,8 @@ ROLES: tuple[Role, ...] = ("cause", "symptom", "aftermath", "notice")
 _FOLLOWS = {"cause": False, "symptom": False, "aftermath": True, "notice": True}
 # A line that reports an error. Entries that say so match in such lines only: their words stand in other lines too.
 _ERROR = re.compile(
-    r"Error|error\b|\[Errno|Exception|[Aa]ssert|FATAL|[Ff]atal|[Ff]ail(?:s|ed|ure)|[Cc]annot|[Cc]an't|denied|exceeded"
-    r"|exiting|[Mm]ismatch|not match"
+    r"Error|error\b|\[Errno|Exception|Assert|assert|FATAL|Fatal|fatal|(?:Fail|fail)(?:s|ed|ure)|Cannot|cannot|Can't|can't"
+    r"|denied|exceeded|exiting|Mismatch|mismatch|not match"
 )
 
 
@@ -65,6 +65,12 @@ def expressions_by_word() -> Mapping[str, list[tuple[int, re.Pattern[str]]]]:
             for word in words_of(pattern.pattern):
                 found.setdefault(word, []).append((place, pattern))
     return found
+
+
+def telling_words() -> frozenset[str]:
+    """Words of which one is, in lower case, in every line that an entry matches."""
+    anywhere = [pattern for death in catalogue() if not death.in_errors for pattern in (*death.match, *death.hints)]
+    return words_of(_ERROR.pattern).union(*(words_of(pattern.pattern) for pattern in anywhere))
 
 
 def deaths_in(text: str) -> list[Death]:

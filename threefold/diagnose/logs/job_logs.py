@@ -184,7 +184,7 @@ def _step_lines(health: Health, steady: Scan) -> list[str]:
     if health.first_loss is not None and health.last_loss is not None:
         text += f", loss {health.first_loss:.4g} to {health.last_loss:.4g}"
     if steady.steps.stride > 1:
-        text += f"; every {steady.steps.stride}th line is in these numbers"
+        text += f"; one step line in {steady.steps.stride} is in these numbers"
     return [text, *(f"  {warning}" for warning in health_warnings(health, steady.steps))]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from threefold.diagnose.deaths.catalogue import Death, deaths_at, deaths_in, expressions_by_word
+from threefold.diagnose.deaths.catalogue import Death, deaths_at, deaths_in, telling_words
 from threefold.diagnose.deaths.expression_words import any_of
 from threefold.diagnose.logs.lines import (
     MAX_LINE_BYTES,
@@ -65,7 +65,7 @@ Handler = Parser | bool  # of a template: a parser of steps, True for lines to l
 @cache
 def _trigger() -> re.Pattern[bytes]:
     """What a line has to hold, in lower case, to be looked at."""
-    words = any_of([*_ERROR_WORDS, *WORDS, *expressions_by_word()])
+    words = any_of([*_ERROR_WORDS, *WORDS, *telling_words()])
     return re.compile(rf"{words}|\[[ef]\d{{3,4}} |{VERSION}".encode())
 
 

@@ -83,10 +83,8 @@ def hunted_text(found: Hunted) -> str:
     lines = [_baseline(found)]
     for number, culprit in enumerate(found.culprits, start=1):
         lines += ["", *_culprit(culprit, found, number if len(found.culprits) > 1 else 0)]
-    if found.culprits:
-        rounds = format_many(found.num_rounds, "round")
-        lines += ["", f"{format_many(found.num_fields, 'differing field')}, {rounds} of trials"]
-    return "\n".join(lines)
+    fields, rounds = format_many(found.num_fields, "differing field"), format_many(found.num_rounds, "round")
+    return "\n".join([*lines, "", f"{fields}, {rounds} of trials; {found.label}"])
 
 
 def _baseline(found: Hunted) -> str:
