@@ -13,8 +13,7 @@ from job_logs import DEATHS, HARMLESS, PREFIXES, SYSTEMS, UNKNOWN, Planted, writ
 from repository import ROOT
 
 from threefold.diagnose.deaths.catalogue import catalogue, death_named, deaths_in
-from threefold.diagnose.deaths.memory_shortage import read_shortage
-from threefold.diagnose.deaths.verdict import Verdict, judge
+from threefold.diagnose.deaths.verdict import Verdict, judge, read_shortage
 from threefold.diagnose.logs.scan import Scan
 from threefold.plan.parse import parse
 

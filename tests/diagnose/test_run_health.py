@@ -17,7 +17,7 @@ from threefold.cli.main import main
 from threefold.diagnose.diagnosis import diagnose
 from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
-from threefold.diagnose.runs.run_health import judge_run
+from threefold.diagnose.run_health import judge_run
 from threefold.engine.data.loader import _BatchMaker
 from threefold.engine.dist.join import World
 from threefold.engine.train import train

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from threefold.profile.nesting import Enclosing
+from threefold.profile.intervals import Enclosing
 from threefold.profile.trace import HostSpans
 
 

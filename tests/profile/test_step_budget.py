@@ -10,8 +10,7 @@ import pytest
 from traces import GEMM, NCCL, Event, NsightExport, annotation, copy, kernel, launch, stream_wait, write_trace
 
 from threefold.profile.analyse import profile_traces
-from threefold.profile.ranks.job import JobTrace
-from threefold.profile.ranks.opportunities import ceiling
+from threefold.profile.ranks.job import JobTrace, ceiling
 
 PACK = "void transformer_engine::permute_kernel<float>"
 

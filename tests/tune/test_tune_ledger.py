@@ -17,7 +17,7 @@ from threefold.findings import FindingsError
 from threefold.machine.inventory import Machine
 from threefold.plan.plan import Plan
 from threefold.tune import ledger as ledger_module
-from threefold.tune.contract import check_same_contract, contract_of
+from threefold.tune.labels import check_same_contract, contract_of
 from threefold.tune.ledger import _TABLES, LEDGER, open_ledger
 from threefold.tune.loop import CONFIRM, SCREEN
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from threefold.api.comparisons import profile_run
 from threefold.api.plans import load_plan, on_measured_chip, open_plan, with_choices
-from threefold.diagnose.runs.run_health import judge_run, slow_ranks_of
+from threefold.diagnose.run_health import judge_run, slow_ranks_of
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.profile.analyse import Profile

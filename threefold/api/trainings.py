@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from threefold.api.plans import for_our_engine
-from threefold.diagnose.runs.run_health import judge_run
+from threefold.diagnose.run_health import judge_run
 from threefold.findings import Finding, FindingsError, in_order
 from threefold.launch.agent import launch_ranks
 from threefold.launch.cpu_cores import core_sets

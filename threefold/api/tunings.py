@@ -18,7 +18,7 @@ from threefold.launch.slurm import Options
 from threefold.machine.inventory import this_machine
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
-from threefold.tune.contract import ALL_RANKS, check_same_contract, contract_of, is_changeable
+from threefold.tune.labels import ALL_RANKS, check_same_contract, contract_of, is_changeable
 from threefold.tune.ledger import open_ledger
 from threefold.tune.log_measurer import LogMeasurer
 from threefold.tune.loop import Settings, Tuned, tune

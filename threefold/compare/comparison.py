@@ -14,10 +14,9 @@ from threefold.compare.contract import BENCHMARK, TRAINING, Contract, Difference
 from threefold.compare.explained import Explained, explain_bytes, explain_seconds
 from threefold.compare.losses import Losses, compare_losses
 from threefold.compare.read_contract import contract_of_facts, contract_of_plan
-from threefold.compare.sides import Side
+from threefold.compare.sides import Side, TermRow, estimated_terms, wall_of
 from threefold.compare.speed import Speed, compare_speed
 from threefold.compare.traced import Traced, compare_traces, trace_remarks
-from threefold.compare.walls import TermRow, estimated_terms, wall_of
 from threefold.compare.work import Unit, Work, unit_of, work_findings, work_of
 from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from threefold.cost.cp_exchange import resolve_exchange
-from threefold.cost.estimate import Estimate, estimate
+from threefold.cost.estimate import WALLS, Estimate, estimate
 from threefold.cost.layer_work import expert_skew
 from threefold.findings import Finding, FindingsError
 from threefold.plan.file import read_plan
@@ -150,3 +150,35 @@ def _read_profile(path: Path, read_trace: ReadTrace | None) -> Profile:
     if read_trace is None:
         raise _unreadable(path, "traces cannot be read here", "give the output of `threefold profile --json`")
     return read_trace(path)
+
+
+_WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
+
+
+@dataclass(frozen=True, slots=True)
+class TermRow:
+    """Seconds of one term on both sides."""
+
+    name: str
+    wall: str
+    a: float
+    b: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "wall": self.wall, "a": self.a, "b": self.b, "change": self.b - self.a}
+
+
+def estimated_terms(a: Side, b: Side, scale: float) -> list[TermRow]:
+    """Terms of the two estimates; `scale` converts a step of B to the work of a step of A."""
+    if a.guess is None or b.guess is None:
+        return []
+    old, new = a.guess.time.terms, b.guess.time.terms
+    rows = [TermRow(name, _WALL.get(name, ""), old[name], new[name] * scale) for name in old]
+    return sorted((row for row in rows if row.a or row.b), key=lambda row: -abs(row.b - row.a))
+
+
+def wall_of(side: Side) -> str | None:
+    """The wall that a trace shows, else the one of the estimate."""
+    if side.profile is not None and isinstance(side.profile.get("dominant"), str):
+        return str(side.profile["dominant"])
+    return side.guess.wall if side.guess else None

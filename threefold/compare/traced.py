@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from threefold.compare.sides import Profile
-from threefold.compare.walls import TermRow
+from threefold.compare.sides import Profile, TermRow
 from threefold.findings import Finding, FindingsError
 
 MOST_DETAILS = 40

@@ -12,7 +12,7 @@ from threefold.diagnose.files import Kind, kind_of
 from threefold.diagnose.hangs.hang import read_dumps
 from threefold.diagnose.logs.job_logs import JobLogs, read_logs
 from threefold.diagnose.part import Context, Part, Reader, unreadable
-from threefold.diagnose.runs.run_part import RunPart, logs_of, read_runs
+from threefold.diagnose.run_health import RunPart, logs_of, read_runs
 from threefold.diagnose.snapshots.snapshot_part import read_snapshots
 from threefold.diagnose.trace_part import read_traces
 from threefold.findings import Finding

@@ -14,8 +14,8 @@ import numpy as np
 
 from threefold.layout.degrees import DENSE_AXES, EXPERT_AXES, Layout
 from threefold.profile.classify import Classified, distinct_rows
+from threefold.profile.intervals import Enclosing
 from threefold.profile.kernel_names import COMMUNICATION, collective_kind, operator_class
-from threefold.profile.nesting import Enclosing
 from threefold.profile.trace import HOST_OPERATOR, Collective, Floats, HostSpans, Ints, Trace
 
 UNKNOWN_AXIS = "unknown"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.profile.intervals import Enclosing
 from threefold.profile.kernel_names import (
     CLASSES,
     COMMUNICATION,
@@ -28,7 +29,6 @@ from threefold.profile.kernel_names import (
     operator_class,
     region_class,
 )
-from threefold.profile.nesting import Enclosing
 from threefold.profile.trace import COPY as COPY_EVENT
 from threefold.profile.trace import HOST_OPERATOR, Floats, HostSpans, Ints, Trace
 

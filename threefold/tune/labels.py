@@ -1,22 +1,82 @@
-"""Labels of changes: training-equivalent, a new experiment, or benchmark-only.
+"""The contract of a tuning, and labels of changes: training-equivalent, a new experiment, or benchmark-only.
 
 A training-equivalent change leaves what is learned alone, but for the order of sums: layout, knobs, the microbatch. A
 change of the formats in which numbers are rounded is a new experiment: it is tried where the user asks for it, and its
 convergence remains to be shown. A change that makes a step faster because work is left out (forced balance, synthetic
 or image-free data, dropped tokens, shorter sequences, fewer tokens, frozen parts) is benchmark-only: it is never
 proposed, never measured and never wins.
+
+Trials of another plan, machine, software or timing window would be taken for answers to this question. Layout, knobs,
+microbatch and how the run is kept may change between trials; everything else of the plan is the contract.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from threefold.compare.contract import PRECISION_FIELDS
+import threefold
+from threefold.compare.contract import PRECISION_FIELDS, flat
 from threefold.compare.field_groups import differing_fields
 from threefold.compare.work import plan_differences
+from threefold.findings import Finding, FindingsError, shown
+from threefold.machine.inventory import Machine
 from threefold.plan.plan import Plan
-from threefold.tune.contract import is_changeable
+from threefold.plan.same_run import listed, model_facts
+from threefold.tune.measurement import Window
+
+ALL_RANKS = "all"
+CHANGEABLE = ("layout.", "knobs.", "run.")
+CHANGEABLE_FIELDS = ("job.micro_batch",)
+
+
+def is_changeable(path: str) -> bool:
+    """Whether a trial may change the field: the result of training does not depend on it, but for rounding."""
+    return path.startswith(CHANGEABLE) or path in CHANGEABLE_FIELDS
+
+
+def contract_of(
+    plan: Plan, here: Machine | None, screen: Window, confirm: Window, seed: int, ranks: str = ALL_RANKS
+) -> dict[str, Any]:
+    """Everything that trials share, as JSON reads it back. `here` is None where jobs run elsewhere: their logs say on
+    what. `ranks` says which ones run."""
+    fixed = {path: list(v) if isinstance(v, tuple) else v for path, v in plan.written if not is_changeable(path)}
+    return {
+        "plan": plan.hash,
+        "fixed_fields": fixed,
+        "model": model_facts(plan),
+        "routing": plan.job.routing,
+        "data": list(plan.job.data) if isinstance(plan.job.data, tuple) else plan.job.data,
+        "benchmark_only": plan.is_benchmark_only,
+        "tokens_per_step": plan.tokens_per_step,
+        "hardware": _hardware(here) if here else {"chip": plan.cluster.chip, "gpus": plan.cluster.gpus},
+        "software": {"threefold": threefold.__version__, **({"python": here.python, **here.versions} if here else {})},
+        "timing": {
+            "screening_steps": [screen.first_step, screen.warmup + screen.steps],
+            "confirmed_steps": [confirm.first_step, confirm.warmup + confirm.steps],
+        },
+        "seed": seed,
+        "ranks": ranks,
+    }
+
+
+def _hardware(here: Machine) -> dict[str, Any]:
+    return {"chip": here.chip, "gpus": [gpu.name for gpu in here.gpus], "system": here.system}
+
+
+def check_same_contract(before: Mapping[str, Any], now: Mapping[str, Any], folder: str) -> None:
+    """Raise one finding that names every difference."""
+    old, new = dict(flat(before)), dict(flat(now))
+    differ = [
+        f"{name} was {shown(old.get(name))}, now {shown(new.get(name))}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+    if differ:
+        problem = f"the folder holds the tuning of another contract: {listed(differ)}"
+        advice = "choose another --out folder, or give the plan and the machine that it was started with"
+        raise FindingsError([Finding(rule="same-tuning", at=folder, problem=problem, advice=advice)])
+
 
 Kind = Literal["training-equivalent", "new experiment", "benchmark-only"]
 

@@ -15,8 +15,7 @@ from threefold.findings import as_overrides
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.safe_files import write_aside
-from threefold.tune.contract import ALL_RANKS
-from threefold.tune.labels import label_change
+from threefold.tune.labels import ALL_RANKS, label_change
 from threefold.tune.loop import Tuned
 from threefold.tune.measurement import Measurement
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.diagnose.snapshots.source_lines import PREDICTED
+from threefold.diagnose.snapshots.snapshot_file import PREDICTED
 
 MOST_EVENTS = 200_000
 _FIRST_ADDRESS = 0x7F00_0000_0000

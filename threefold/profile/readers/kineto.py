@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from threefold.profile.readers.columns import Columns, NameTable
-from threefold.profile.readers.host_devices import with_host_devices
+from threefold.profile.readers.columns import Columns, NameTable, resolved
 from threefold.profile.readers.json_events import Args, Event, EventReader
 from threefold.profile.readers.kineto_values import (
     capture_of,
@@ -25,8 +24,8 @@ from threefold.profile.readers.kineto_values import (
     numbers_of,
     ranks_of,
     text_of,
+    with_host_devices,
 )
-from threefold.profile.readers.stream_waits import resolved
 from threefold.profile.readers.text_stream import text_pieces
 from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
 from threefold.profile.trace import COPY, KERNEL, Collective, DeviceSpans, HostSpans, MemoryUse, Trace

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from threefold.profile.readers.columns import Columns, NameTable
+from threefold.profile.readers.columns import Columns, NameTable, resolved
 from threefold.profile.readers.nsight_capture import copy_labels, copy_name, read_capture
-from threefold.profile.readers.stream_waits import resolved
 from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
 from threefold.profile.trace import COPY, KERNEL, Device, DeviceSpans, HostSpans, Trace, no_device_spans
 from threefold.sqlite_file import connect_to_read, plain_tables

@@ -8,11 +8,10 @@ from threefold.compare.comparison import Comparison, Metric
 from threefold.compare.contract import Difference
 from threefold.compare.explained import Explained, Part
 from threefold.compare.losses import Losses
-from threefold.compare.sides import Side
+from threefold.compare.sides import Side, TermRow, wall_of
 from threefold.compare.speed import Speed, StepSeconds
 from threefold.compare.statistics import Interval
 from threefold.compare.traced import Traced
-from threefold.compare.walls import TermRow, wall_of
 from threefold.findings import shown
 from threefold.plan.same_run import listed
 from threefold.report.terminal import advice_text, table

@@ -10,7 +10,7 @@ import numpy as np
 from threefold.diagnose.diagnosis import Diagnosis
 from threefold.diagnose.logs.job_logs import JobLogs
 from threefold.diagnose.part import Part
-from threefold.diagnose.runs.run_part import RunPart
+from threefold.diagnose.run_health import RunPart
 from threefold.diagnose.snapshots.snapshot_part import SnapshotPart
 from threefold.launch.hang_diagnosis import format_ranks
 from threefold.report.diagnosis import HEADS

@@ -1,23 +1,26 @@
 """Whether a run of the threefold engine is sound: routers, losses, data and ranks, each as a finding with its remedy.
 
 `judge_run` takes the record of a run (`profile/readers/run_record.py`) and the slow ranks that its effects name.
-`run_part.py`, `report` and the end of `threefold train` call it.
+`diagnosis.py` tells it of folders of runs, whose logs it reads as logs; `report` and the end of `train` call it.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from threefold.diagnose.files import Kind
 from threefold.diagnose.logs.health import Column, Health, judge_columns, uneven_times
+from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
-from threefold.findings import Finding
+from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
-from threefold.profile.readers.run_record import RunRecord
+from threefold.profile.readers.run_record import RunRecord, read_run
 from threefold.remedies.catalogue import CATALOGUE
-from threefold.safe_files import read_json_object
+from threefold.safe_files import check_inside, read_json_object
 from threefold.units import format_many
 
 EFFECTS = "effects.json"
@@ -205,3 +208,53 @@ def run_lines(run: RunRecord, redact: Redactor) -> list[str]:
     if len(busiest):
         lines.append(f"routers: the busiest expert gets {np.median(busiest):.2f} times the mean at the end")
     return lines
+
+
+LOGS, PROFILE = "logs", "profile"
+_MOST_LOGS = 4096
+
+
+@dataclass
+class RunPart:
+    """The runs of a diagnosis."""
+
+    runs: list[RunRecord] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def kind(self) -> Kind:
+        return "run folder"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"runs": [run_steps(run).to_json() for run in self.runs], "lines": self.lines}
+
+
+def read_runs(paths: Sequence[Path], context: Context) -> RunPart:
+    """Read what runs logged about their steps. A run that ended before its first step has no health."""
+    part = RunPart()
+    for path in paths:
+        context.say(f"reading the run {path.name}")
+        try:
+            run = read_run(path)
+        except FindingsError as error:
+            part.lines += [context.redact(f"{one.at}: {one.problem}") for one in error.findings]
+            continue
+        part.runs.append(run)
+        part.lines += run_lines(run, context.redact)
+        if (path / PROFILE).is_dir():
+            part.lines.append("it was profiled: `threefold profile RUN` reads its traces, `diagnose` its snapshots")
+        part.findings += [*run.findings, *judge_run(run, slow_ranks_of(path), context.redact)]
+    return part
+
+
+def logs_of(folder: Path) -> list[Path]:
+    """The logs of ranks that a run's folder holds. Links that lead out of it are left out."""
+    found = []
+    for path in sorted((folder / LOGS).glob("*.log"))[:_MOST_LOGS]:
+        try:
+            check_inside(path, folder)
+        except OSError:
+            continue
+        found.append(path)
+    return found

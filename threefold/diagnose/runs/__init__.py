@@ -1,1 +1,0 @@
-"""Folders of runs of the threefold engine: whether they are sound."""
