@@ -50,7 +50,8 @@ ROWS = (
     Withdrawn(
         "2026-08-01, workflow and graph skills: graphs of dropless models start without attn",
         r"(?:graphs?|scopes?) (?:start|begin)s? (?:with|at) `?attn"
-        r"|start (?:with|at) (?:`?attn`?|attention),? ?(?:and )?`?moe_router",
+        r"|start (?:with|at) (?:`?attn`?|attention),? ?(?:and )?`?moe_router"
+        r"|start (?:with|at) `?knobs\.graphs ?= ?\[?\"?attn",
         "Graphs start with attn, moe_router and moe_preprocess.",
     ),
     Withdrawn(
