@@ -16,12 +16,27 @@ from pathlib import Path
 from read_wheels import ARGUMENTS_MODULE, PAIRS, Sources
 
 PAGE = Path(__file__).parents[1] / "threefold" / "lookup" / "settings.json"
+# Bridge's classes of training inherit from those of megatron.training.config since 0.4.
 MODULES = {
-    "megatron": ("megatron.core.", "megatron.bridge.training.", "megatron.bridge.data.", "megatron.bridge.peft."),
+    "megatron": (
+        "megatron.core.",
+        "megatron.training.config.",
+        "megatron.bridge.training.",
+        "megatron.bridge.data.",
+        "megatron.bridge.peft.",
+    ),
     "torchtitan": ("torchtitan.config.", "torchtitan.components.", "torchtitan.distributed.", "torchtitan.trainer"),
 }
-PROVIDERS = ("gpt_provider", "mla_provider", "mamba_provider", "transformer_config")  # other models repeat their fields
-ENDINGS = ("Config", "Provider", "Container", "Parallelism", "LoRA", "Training", "Plugin")
+# Other models repeat their fields.
+PROVIDERS = (
+    "gpt_provider",
+    "mla_provider",
+    "mamba_provider",
+    "hybrid_provider",
+    "qwen3_vl_provider",
+    "transformer_config",
+)
+ENDINGS = ("Config", "Provider", "Container", "Parallelism", "LoRA", "Training", "Plugin", "Specs")
 
 Setting = tuple[str, str, str, str]  # class, file, type, default
 

@@ -12,8 +12,9 @@ from threefold.cli.find import describe
 from threefold.cli.main import main
 from threefold.interop.megatron.environment import EXPORTED_VARIABLES
 from threefold.interop.megatron.export_plan import export_plan
+from threefold.interop.megatron.releases import known_releases
 from threefold.lookup.entries import KINDS, all_entries
-from threefold.lookup.names import plan_field, setting_entries, variables
+from threefold.lookup.names import plan_field, setting_entries, settings, variables
 from threefold.lookup.runs import run_entries
 from threefold.lookup.search import find
 
@@ -66,7 +67,29 @@ def test_a_setting_is_told_with_what_must_be_set_with_it() -> None:
     [sizes, product, *_] = describe("hierarchical_context_parallel_sizes")["notes"]
     assert "a2a+p2p" in sizes  # Megatron Bridge 0.6.2, training/config.py asserts sizes, and their product
     assert "product is not CP" in product
-    assert "cuda_graph_modules since" in describe("cuda_graph_scope")["notes"][0]
+    assert any("cuda_graph_modules since" in note for note in describe("cuda_graph_scope")["notes"])
+
+
+def test_every_setting_of_the_newest_release_is_known_to_be_there() -> None:
+    """`wheel_fields.json` has what classes inherit too; `settings.json` must know the class that declares it."""
+    newest = known_releases()[-1]
+    names = {name for group, names in newest.groups.items() if not group.endswith(".lacks") for name in names}
+    there = {name for name, homes in settings().items() if any(home.last == newest.bridge for home in homes)}
+    assert names - there == set()
+
+
+def test_what_holds_for_a_group_of_settings_is_told_of_its_name() -> None:
+    """NVIDIA's guide on resiliency asks for torch 2.5.1 and NCCL 2.26.2."""
+    [note] = describe("inprocess_restart")["notes"]
+    assert "2.5.1" in note
+    assert "2.26.2" in note
+    assert "inprocess_restart" in [entry.name for entry in find("What does in-process restart need?", most=3)]
+
+
+def test_a_row_of_a_table_is_found_by_itself() -> None:
+    """Its first cell is its name, and the others are what it says."""
+    best = find("clocks of ranks in traces differ", kind="row", most=3)
+    assert any("collectives give each rank's offset" in entry.answer for entry in best)
 
 
 def test_an_unknown_setting_is_said_to_be_unknown() -> None:

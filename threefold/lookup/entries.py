@@ -1,7 +1,8 @@
 """What can be found: entries read from the pages, recipes, cards and published runs that come with Threefold.
 
 A checkout has them at its root. A wheel carries copies in `threefold/shipped` (`setup.py`). Each table row of a page
-that lists things (findings, fields, flags, words, coverage) is an entry of its own; of the other pages each section is.
+that lists things (findings, fields, flags, words, coverage) is an entry of its own; of the other pages each section is,
+and of guides and references each row of a table that says something by itself.
 """
 
 import json
@@ -17,6 +18,7 @@ from threefold.diagnose.deaths.catalogue import catalogue
 from threefold.remedies.catalogue import CATALOGUE
 
 KINDS = ("rule", "field", "name", "command", "word", "doc", "recipe", "card", "run", "row", "death", "remedy")
+_TELLING = 60  # letters of a row of a table from which on it says something by itself
 _PACKAGE = Path(__file__).parents[1]
 _HEADING = re.compile(r"^#{1,3} (.+)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
@@ -70,7 +72,13 @@ def _sections(page: str, text: str) -> Iterator[Entry]:
     for heading, body in _split(text):
         name = title if heading == title else f"{title}: {heading}" if title else heading
         title = title or re.sub(r"^(Reference|Guide|Log): ", "", heading)
-        yield Entry("doc", name, _first_sentence(body), body, f"{page}#{_anchor(heading)}")
+        read_on = f"{page}#{_anchor(heading)}"
+        yield Entry("doc", name, _first_sentence(body), body, read_on)
+        # Remedies are entries of their own.
+        has_rows = page.startswith(("docs/guide/", "docs/reference/")) and not page.endswith("remedies.md")
+        for cells in table_rows(body) if has_rows else ():
+            if sum(map(len, cells[1:])) >= _TELLING:
+                yield Entry("row", f"{name}: {_plain(cells[0])}", _plain("; ".join(cells[1:])), "", read_on)
 
 
 def _findings(page: str, text: str) -> Iterator[Entry]:

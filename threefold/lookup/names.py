@@ -154,7 +154,7 @@ def notes() -> dict[str, tuple[str, ...]]:
     """What is known of settings that no plan holds: what each does, and what must be set with it or left out."""
     found: dict[str, list[str]] = {}
     for path, note in NOTES.items():
-        found.setdefault(bare(path), []).append(note)
+        found.setdefault(bare(path.rstrip(".")), []).append(note)  # a group of settings has a dot at its end
     for conflict in CONFLICTS:
         place = places().get(f"setting:{conflict.name}")
         refused = f" ({place})" if place else ""

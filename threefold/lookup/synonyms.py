@@ -93,6 +93,9 @@ GROUPS = (
     ("job.freeze", "freeze vision", "freeze encoder", "frozen vision"),
     ("pictures-readable", "corrupt images", "damaged images", "truncated image"),
     ("job.val_data", "validation set", "held out", "eval set"),
+    ("inprocess_restart", "in-process restart", "in process restart", "restart inside a process"),
+    ("nemo_experiments", "silently resumes", "resumes silently", "resumes an old run", "fresh run"),
+    ("multiprocessors", "sms", "streaming multiprocessors"),
     ("tp_overlap", "userbuffers", "tp comm overlap", "ub overlap"),
 )
 _PHRASES = {phrase: group for group in GROUPS for phrase in group}

@@ -41,11 +41,14 @@ NOTES: dict[str, str] = {
     "ft.": f"it takes effect under ft_launcher or Slurm; torchrun turns it off without a word: export with "
     f"--fault-tolerance; {_RESILIENCY}",
     "nvrx_straggler.": f"reports slow GPUs every 300 s by default, and stops at none; {_RESILIENCY}",
-    "inprocess_restart.": f"asks for torch 2.5.1 and NCCL 2.26.2, and not for NeMo-Run; {_RESILIENCY}",
+    "inprocess_restart.": f"asks for torch 2.5.1, NCCL 2.26.2 and NCCL_NVLS_ENABLE=0, and not for NeMo-Run; "
+    f"{_RESILIENCY}",
     "rerun_state_machine.": "a suspected step is run again; exit code 16 asks to be resumed to decide, 17 says that "
     "it failed; run.bad_steps is nearest",
     "train.exit_signal_handler": "ranks save at the end of a step; torchrun ends them 30 s after the signal, plain "
     "srun does not",
+    "checkpoint.async_save": "asks for a folder to save to, the persistent worker (use_persistent_ckpt_worker) and the "
+    "format torch_dist (Bridge's check also takes fsdp_dtensor)",
     "checkpoint.non_persistent_ckpt_type": "checkpoints on the disks of nodes, with copies on others",
     "checkpoint.non_persistent_local_ckpt_dir": "checkpoints on the disks of nodes, with copies on others "
     "(non_persistent_local_ckpt_algo=fully_parallel)",
