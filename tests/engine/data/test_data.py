@@ -36,7 +36,7 @@ from threefold.engine.data.packing import (
     packed_sample,
 )
 from threefold.engine.data.shard_writer import ShardWriter
-from threefold.engine.data.sources import LENGTHS, LONG, WEB, ShardSource, SyntheticSource
+from threefold.engine.data.sources import LONG, WEB, Lengths, LogNormal, ShardSource, SyntheticSource
 from threefold.engine.data.text.chat_template import chat_prompt, encode_chat
 from threefold.engine.data.text.chatml import Conversation
 from threefold.engine.data.text.tokenize_files import tokenize_files
@@ -214,7 +214,8 @@ def test_pack_keeps_every_document_once_and_fits(sizes: list[int], room: int, wi
 
 
 def test_pack_is_tight() -> None:
-    sizes = LENGTHS["chat"].draw(4000, np.random.default_rng(1)).clip(max=4096)
+    chats = Lengths((LogNormal(0.8, 350, 0.9), LogNormal(0.2, 2_000, 0.8)))
+    sizes = chats.draw(4000, np.random.default_rng(1)).clip(max=4096)
     _, starts = pack_documents(sizes, 4096)
     assert sizes.sum() / ((len(starts) - 1) * 4096) > 0.97  # a greedy pass in order fills about 0.85
 
@@ -756,11 +757,10 @@ def test_synthetic_documents_have_boundaries() -> None:
     assert sample.documents_S[-1] > 0
 
 
-@pytest.mark.parametrize("name", LENGTHS)
-def test_lengths_follow_their_parameters(name: str) -> None:
-    drawn, same = (LENGTHS[name].draw(20_000, np.random.default_rng(5)) for _ in range(2))
+@pytest.mark.parametrize("mix", [WEB, LONG])
+def test_lengths_follow_their_parameters(mix: Lengths) -> None:
+    drawn, same = (mix.draw(20_000, np.random.default_rng(5)) for _ in range(2))
     assert (drawn == same).all()
-    mix = LENGTHS[name]
     assert mix.least <= drawn.min()
     assert drawn.max() <= mix.most
     share = np.array([p.weight for p in mix.parts])
@@ -772,7 +772,7 @@ def test_lengths_follow_their_parameters(name: str) -> None:
 
 
 def test_most_documents_are_short_and_most_tokens_long() -> None:
-    drawn = LENGTHS["long"].draw(20_000, np.random.default_rng(0))
+    drawn = LONG.draw(20_000, np.random.default_rng(0))
     assert (drawn < 4096).mean() > 0.7
     assert drawn[drawn >= 32_768].sum() / drawn.sum() > 0.5
     assert LONG.mean > 5 * WEB.mean

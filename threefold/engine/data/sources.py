@@ -72,10 +72,7 @@ class Lengths:
 
 
 WEB = Lengths((LogNormal(1.0, 450, 1.1),))
-CHAT = Lengths((LogNormal(0.8, 350, 0.9), LogNormal(0.2, 2_000, 0.8)))
-CODE = Lengths((LogNormal(0.9, 900, 1.2), LogNormal(0.1, 12_000, 0.9)))
 LONG = Lengths((LogNormal(0.80, 600, 1.2), LogNormal(0.15, 8_000, 0.9), LogNormal(0.05, 80_000, 0.8)))
-LENGTHS = {"web": WEB, "chat": CHAT, "code": CODE, "long": LONG}
 
 
 SYNTHETIC_SAMPLES = 2**40  # samples of a synthetic source; no run reaches the end
@@ -140,19 +137,10 @@ class SyntheticSource:
     benchmark_only = True
     num_samples = SYNTHETIC_SAMPLES
 
-    def __init__(
-        self,
-        vocab: int,
-        seq_len: int,
-        packing: bool = False,
-        zipf: bool = False,
-        seed: int = 0,
-        lengths: Lengths | None = None,
-    ) -> None:
-        """`lengths` of the packed documents; None chooses long ones for long sequences, otherwise those of web text."""
+    def __init__(self, vocab: int, seq_len: int, packing: bool = False, zipf: bool = False, seed: int = 0) -> None:
         self.name = "synthetic-zipf" if zipf else "synthetic"
         self.vocab, self.seq_len, self.packing, self.seed = vocab, seq_len, packing, seed
-        self.lengths = lengths or (LONG if seq_len >= LONG_TOKENS else WEB)
+        self.lengths = LONG if seq_len >= LONG_TOKENS else WEB  # of packed documents
         self._cumulative: NDArray[np.float64] | None = None
         if zipf:
             share = 1 / np.arange(1, vocab + 1)
