@@ -51,7 +51,7 @@ LEFT = {
     "cli": 183,
     "compare": 126,
     "cost": 430,
-    "diagnose": 128,
+    "diagnose": 125,
     "dryrun": 62,
     "engine": 8,
     "engine/attention": 55,
@@ -74,14 +74,14 @@ LEFT = {
     "machine": 32,
     "mcp": 7,
     "plan": 69,
-    "profile": 167,
+    "profile": 165,
     "remedies": 32,
     "report": 208,
     "rules": 108,
     "search": 195,
     "spec": 92,
     "top": 9,
-    "tune": 106,
+    "tune": 104,
 }
 
 
