@@ -45,7 +45,10 @@ HY_V3 = Family(
     ),
     facts={**BALANCED_SIGMOID, "attention.qk_norm": True},
     read=_read,
-    write=lambda spec: {"mlp_layer_types": [layer.ffn.replace("moe", "sparse") for layer in spec.layers]},
+    write=lambda spec: {
+        "mlp_layer_types": [layer.ffn.replace("moe", "sparse") for layer in spec.layers],
+        "first_k_dense_replace": spec.num_dense_layers,  # of the published file; Megatron Bridge reads it
+    },
     names=WeightNames(
         router=("mlp.router.gate", "mlp.gate"),
         balance_bias=("mlp.expert_bias", "mlp.e_score_correction_bias"),
