@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from threefold.units import GIB
 
 ROOT = Path(__file__).parent.parent
 Row = Mapping[str, Any]
+GROUPED_BY = ("model", "task", "system", "gpus", "seq_len", "gbs", "precision", "release")
+TOLD_APART = 0.03  # two throughputs that differ by less count as equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,61 @@ def changes(rows: list[dict[str, Any]], skipped: list[dict[str, str]]) -> list[d
     return found
 
 
+def choices(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How much throughput the plan that is predicted fastest loses against the best measured one of its group, and how
+    many pairs of a group that differ by more than 3 % are predicted in the right order.
+
+    A group is all rows that ran one model and task on so many GPUs of one chip, with one length, global batch,
+    precision and release.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for row in rows:
+        plan, _ = plan_of(row)
+        if (
+            plan is None
+            or row.get("status") != "ok"
+            or row.get("superseded")
+            or speed(row) is None
+            or not row.get("gbs")
+        ):
+            continue
+        key = (*(row.get(name) for name in GROUPED_BY), bool(row.get("tflops_per_gpu")))
+        groups.setdefault(key, []).append((_throughput(row, plan), float(speed(row) or 0)))
+    tried = [members for members in groups.values() if len(members) > 1]
+    lost = [1 - _chosen(members) / max(measured for _, measured in members) for members in tried]
+    pairs = [
+        (one[0] - other[0]) * (one[1] - other[1]) > 0
+        for members in tried
+        for one, other in combinations(members, 2)
+        if abs(one[1] / other[1] - 1) > TOLD_APART and one[0] != other[0]  # plans that are equal have no order
+    ]
+    if not pairs:
+        return {"groups": len(tried), "pairs": 0}
+    low, high = wilson(sum(pairs), len(pairs))
+    return {
+        "groups": len(tried),
+        "rows": sum(map(len, tried)),
+        "regret_mean_pct": round(100 * float(np.mean(lost)), 2),
+        "regret_worst_pct": round(100 * max(lost), 2),
+        "pairs": len(pairs),
+        "right_pct": round(100 * sum(pairs) / len(pairs), 1),
+        "right_95_pct": [round(100 * low, 1), round(100 * high, 1)],
+    }
+
+
+def _chosen(members: list[tuple[float, float]]) -> float:
+    """The measured throughput of what is predicted fastest: the mean, where plans are equal."""
+    best = max(predicted for predicted, _ in members)
+    return float(np.mean([measured for predicted, measured in members if predicted == best]))
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share, by Wilson's score."""
+    z, share = 1.96, right / count
+    middle, width = share + z * z / (2 * count), z * np.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return (middle - width) / (1 + z * z / count), (middle + width) / (1 + z * z / count)
+
+
 def _throughput(row: Row, plan: Plan) -> float:
     guess = estimate(plan)
     return guess.model_tflops_per_gpu if row.get("tflops_per_gpu") else 1 / guess.time.step_seconds
@@ -170,6 +228,7 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "throughput": figures(throughput),
         "memory": figures(memory),
         "ab": changes(rows, skipped),
+        "choices": choices(rows),
         "groups": by_group(throughput),
         "per_row": [per_row(p, "tflops_per_gpu") for p in throughput] + [per_row(p, "peak_gib") for p in memory],
         "skipped": skipped,
@@ -219,6 +278,7 @@ def show(result: dict[str, Any]) -> None:
     print()
     for what in ("throughput", "memory"):
         print(f"{what:11}", "  ".join(f"{name} {value}" for name, value in result[what].items()))
+    print("choices    ", "  ".join(f"{name} {value}" for name, value in result["choices"].items()))
     print(f"skipped     {len(result['skipped'])} rows; --json lists each with its reason")
 
 

@@ -4,7 +4,7 @@
     python benchmarks/floor.py             # print the floor as a table for docs/log/estimate.md
 
 The floor is what no model of a plan's settings can explain: rows with the same settings that differ all the same,
-because releases differ and runs are repeated. `calibrate.py` reads `split()` and `groups()`.
+because releases differ and runs are repeated. `tools/fit_rates.py` reads the split.
 """
 
 import argparse

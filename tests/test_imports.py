@@ -73,7 +73,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"memory", "traffic"},
         {"time"},
         {"cp_exchange", "estimate"},
-        {"fit", "fit_rates", "training_run"},
+        {"anchor", "fit", "fit_rates", "training_run"},
     ),
     "cost/memory": ({"stage_memory"}, {"megatron", "threefold"}, {"by_stack"}),
     "cost/traffic": ({"transfers"}, {"data_parallel", "dispatch"}, {"megatron", "threefold"}, {"by_stack"}),

@@ -12,10 +12,10 @@ PACKAGE = Path(threefold.__file__).parent
 SLACK = 150  # lines that a package may be below its ceiling
 
 CEILINGS: dict[str, int] = {
-    "api": 1_150,
-    "cli": 4_750,
+    "api": 1_250,
+    "cli": 4_800,
     "compare": 3_060,
-    "cost": 10_850,
+    "cost": 11_150,
     "diagnose": 3_620,
     "dryrun": 3_450,
     "engine": 42_450,

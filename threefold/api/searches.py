@@ -1,9 +1,11 @@
 """From a question to a plan: the search behind `threefold plan` and `threefold.find_plan`. No torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from threefold.cost.anchor import anchored
 from threefold.cost.chip_file import read_chip_file
 from threefold.findings import FindingsError, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE, own_chip
@@ -23,12 +25,14 @@ def find_plan(
     top: int = 5,
     chip_file: str | None = None,
     progress: Callable[[str], None] | None = None,
+    like: str | None = None,
 ) -> SearchResult:
     """Choose layout and knobs: candidates, best first, with reasons; or the finding that says why there are none.
 
     `draft` is a plan file or its fields, such as {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 64,
     "job.seq_len": 4096}. Fields of `layout` and `knobs` that are absent or "auto" are searched; cluster.gpus = "auto"
-    finds the fewest GPUs. `chip_file` is that of `estimate`. Raises what is wrong with the draft.
+    finds the fewest GPUs. `chip_file` is that of `estimate`. With `like`, a run that was measured, estimates of
+    candidates start from there; order and reasons stay those of the search. Raises what is wrong with the draft.
     """
     fields, findings = _draft_fields(draft)
     measured = None
@@ -41,7 +45,18 @@ def find_plan(
     fields, _ = with_defaults(fields)
     if chip_file is None:
         measured = own_chip(_described(fields).plan_name, _value(fields, "target"))
-    return search(fields, top, progress, measured)
+    if like is None:
+        return search(fields, top, progress, measured)
+    from threefold.api.anchors import read_anchor  # reads runs with numpy, which other searches do without
+
+    target = _value(fields, "target")
+    anchor = read_anchor(like, None if target == AUTO else target)
+    answer = search(fields, top, progress, measured)
+    moved = [
+        replace(candidate, estimate=anchored(candidate.estimate, candidate.plan, anchor))
+        for candidate in answer.candidates
+    ]
+    return replace(answer, candidates=tuple(moved))
 
 
 def fit(fields: Mapping[str, Any], sizes: Sequence[int] = (), chip_file: str | None = None) -> tuple[FitPoint, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from threefold.api.plans import MOST_TOKENS, judged_estimate, on_measured_chip, training_curve
 from threefold.api.rehearsals import shares_from, skew_problem
-from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_chip_file, add_like, add_plan_arguments, plan_from, print_findings
 from threefold.cli.command_line.out import UsageError, is_written, print_json
+from threefold.cost.anchor import anchored
 from threefold.cost.layer_work import expert_skew
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.training_run.training_run import TrainingRun, training_run
@@ -26,6 +27,7 @@ from threefold.rules.all import advice, errors
 from threefold.spec.clusters.operations import FIELDS as OPERATIONS
 from threefold.spec.clusters.operations import problem_with
 
+MOST_JITTER = 0.5
 _MOST_SIZES = 200  # of a curve
 
 
@@ -40,12 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the skew, from tokens of each expert: a JSON list, one a layer, or the folder of a run",
     )
+    add_like(parser)
     parser.add_argument(
         "--tokens", type=_tokens, metavar="N", help="what a training of so many tokens takes, such as 1.5T or 500B"
     )
     parser.add_argument("--price", type=_price, metavar="P", help="with --tokens: the price of a GPU-hour")
     parser.add_argument(
         "--sizes", type=_sizes, metavar="N,N,...", help="with --tokens: also on clusters of other sizes, or auto"
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        metavar="X",
+        help="also simulate steps in which each pass of a rank deviates by X, such as 0.02",
     )
     parser.add_argument(
         "--snapshot", metavar="FILE", help="write the fullest stage's memory for PyTorch's memory viewer (.pickle)"
@@ -71,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
         if problem:
             raise UsageError(problem)
         guess, overfull = judged_estimate(plan, skew)
+        if args.like:
+            from threefold.api.anchors import read_anchor  # reads runs with numpy, which other estimates do without
+
+            guess = anchored(guess, plan, read_anchor(args.like, plan.target))
     except FindingsError as error:
         return print_findings(in_order([*findings, *error.findings]), args.json)
     if args.tokens is not None:
@@ -79,13 +92,29 @@ def run(args: argparse.Namespace) -> int:
     content = snapshot_of(changes_of_terms(guess.memory.worst.terms)) if args.snapshot else b""
     if args.snapshot and not is_written("estimate", args.snapshot, lambda: Path(args.snapshot).write_bytes(content)):
         return 1
+    simulated = None
+    if args.jitter is not None:
+        from threefold.cost.time.simulation import simulate_step  # numpy, which other estimates do without
+
+        try:
+            simulated = simulate_step(plan, args.jitter)
+        except ValueError as error:
+            raise UsageError(f"--jitter: {error}") from None
     if args.json:
-        extra = {"findings": [f.to_json() for f in overfull], "traffic": [entry.to_json() for entry in ledger]}
+        extra: dict[str, Any] = {
+            "findings": [f.to_json() for f in overfull],
+            "traffic": [entry.to_json() for entry in ledger],
+        }
         extra |= {"advice": [piece.to_json() for piece in advice(plan)]}
+        extra |= {"simulated": simulated.to_json()} if simulated else {}
         said = {"summary": estimate_summary(plan, guess, overfull), **guess.to_json(), **extra}
         print_json(said)
     else:
         print(estimate_text(plan, guess, ledger, overfull, advice(plan)))
+        if simulated:
+            from threefold.report.simulation import simulation_text
+
+            print(f"\n{simulation_text(simulated, args.jitter)}")
     return 1 if errors(overfull) else 0
 
 
@@ -94,6 +123,8 @@ def _argument_problem(args: argparse.Namespace) -> str:
         return f"--skew {args.skew} is below the mean, which is 1"
     if args.tokens is None and (args.price is not None or args.sizes is not None or args.assume):
         return "--price, --sizes and --assume are about a whole training: give --tokens"
+    if args.jitter is not None and not 0 <= args.jitter <= MOST_JITTER:
+        return f"--jitter {args.jitter} is no deviation of a pass, which is 0 to {MOST_JITTER}"
     return ""
 
 

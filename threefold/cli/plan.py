@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.api.searches import find_plan, with_defaults
-from threefold.cli.command_line.inputs import add_chip_file, add_plan_arguments, print_findings
+from threefold.cli.command_line.inputs import add_chip_file, add_like, add_plan_arguments, print_findings
 from threefold.cli.command_line.out import UsageError, print_json
 from threefold.cli.command_line.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.cost.chip_file import read_chip_file
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", help="a model name, or hf:path of a config.json")
     parser.add_argument("--chip", metavar="C", help="a chip name (default: that of --chip-file)")
     add_chip_file(parser)
+    add_like(parser)
     parser.add_argument("--gpus", metavar="N", type=_count, help="GPUs in all, or auto for as few as work")
     parser.add_argument("--seq-len", metavar="S", type=_tokens, help="tokens in a sequence, such as 4096 or 32K")
     parser.add_argument(
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return print_findings(in_order(findings), args.json)
     fields, why = with_defaults(fields)
     try:
-        found = find_plan(fields, args.top, args.chip_file, _progress if sys.stderr.isatty() else None)
+        found = find_plan(fields, args.top, args.chip_file, _progress if sys.stderr.isatty() else None, args.like)
     finally:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Fits the rates of a stack to steps that were measured, around rates that are assumed.
 
-`machine/calibrate.py` fits the steps of the user's machine, `benchmarks/calibrate.py` those behind the shipped rates of
-our own engine. Rates are fitted as logarithms. A rate that no step says anything about stays where it was, because
+`machine/calibrate.py` fits the steps of the user's machine, `tools/fit_rates.py` those of the shipped rates of the
+threefold engine. Rates are fitted as logarithms. A rate that no step says anything about stays where it was, because
 moving it costs as much as an error of the fit.
 """
 
@@ -17,7 +17,7 @@ from threefold.plan.plan import Plan
 
 Vector = NDArray[np.float64]
 
-# What a step of our own engine says something about, on one rank.
+# What a step of the threefold engine says something about, on one rank.
 RATES_OF_ONE_RANK = (
     "gemm",
     "gemm_fp8",

@@ -16,6 +16,7 @@ from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
 BF16 = 2
 # Scores of a query and head; passes over them stand for what attention with sinks lost in published 16-bit runs at 4K.
 SINK_SCORES = 4096
+ROUTED_BYTES = 24  # of a token and expert in the router's kernels: fp32 scores, top-k, routing maps
 IMAGE_PATCHES = 4096  # patches of an image of about one megapixel, 16 x 16 pixels each
 
 
@@ -48,8 +49,10 @@ class Work:
     moved_bytes: float  # bytes that elementwise and permutation kernels move
     latent_bytes: float  # the part of `moved_bytes` that MLA's heads take
     permuted_bytes: float  # the part of `moved_bytes` that permutes rows by expert and unpermutes them
+    routed_bytes: float  # bytes of the router's scores, top-k and routing maps, by token and expert
     expert_moved_bytes: float  # bytes that the experts' elementwise kernels move; expert fusion saves most of them
     quant_elements: float  # elements quantized for dense GEMMs in low precision
+    attention_elements: float  # elements that FP8 attention quantizes
     expert_quant_elements: float  # elements quantized for the experts' GEMMs
     dispatch_tokens: float  # tokens that the rank dispatches to its expert-parallel group
     sequence_bytes: float  # hidden states of the context-parallel rank, which tensor parallelism gathers and scatters
@@ -90,7 +93,7 @@ def layer_work(case: LayerCase) -> Work:
     heads = _mixer_bytes(model, layer) * tokens
     moved = _norm_bytes(model, layer) * tokens + heads
     quant = _mixer_elements(model, layer) * tokens
-    grouped = rows = weights = permuted = expert_moved = expert_quant = 0.0
+    grouped = rows = weights = routed = permuted = expert_moved = expert_quant = 0.0
     per_expert = 0.0
     dense = flops.projections + flops.shared + (flops.ffn if layer.ffn == "dense" else 0.0)
     moe = model.moe
@@ -104,7 +107,8 @@ def layer_work(case: LayerCase) -> Work:
         grouped = flops.ffn * tokens * case.capacity
         per_expert = rows * case.ep / moe.num_experts * case.etp
         weights = BF16 * (num_fc1 + 1) * width * moe.expert_dim * moe.num_experts / case.ep / case.etp
-        moved += tokens * (BF16 * h + 24 * moe.num_experts)  # the router: fp32 scores, top-k, routing maps
+        moved += tokens * BF16 * h  # the router's input
+        routed = tokens * ROUTED_BYTES * moe.num_experts
         permuted = rows * BF16 * 3 * width + tokens * BF16 * width
         moved += permuted
         # A biased expert adds the bias to both outputs and sums the gradients of both: twice as many passes.
@@ -125,8 +129,10 @@ def layer_work(case: LayerCase) -> Work:
         moved_bytes=moved,
         latent_bytes=heads if isinstance(model.attention, MlaSpec) else 0.0,
         permuted_bytes=permuted,
+        routed_bytes=routed,
         expert_moved_bytes=expert_moved,
         quant_elements=quant,
+        attention_elements=_attention_elements(model, layer) * tokens,
         expert_quant_elements=expert_quant,
         dispatch_tokens=tokens if layer.ffn == "moe" else 0.0,
         sequence_bytes=BF16 * h * t,
@@ -163,6 +169,17 @@ def _mixer_elements(model: ModelSpec, layer: Layer) -> float:
         return h + (spec.q_rank or 0) + spec.kv_rank + spec.num_heads * spec.v_dim
     assert isinstance(spec, GqaSpec)
     return h + spec.q_dim
+
+
+def _attention_elements(model: ModelSpec, layer: Layer) -> float:
+    """Elements per token that FP8 attention quantizes, as a third of a step's: queries, keys and values in the forward,
+    gradients of the output in the backward."""
+    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    if layer.mixer not in ("attention", "window") or spec is None:
+        return 0.0
+    if isinstance(spec, MlaSpec):
+        return 2 * spec.num_heads * (spec.qk_dim + spec.v_dim) / 3
+    return 2 * (spec.q_dim + spec.kv_dim) / 3
 
 
 def _sink_bytes(model: ModelSpec, layer: Layer, seq_len: int) -> float:

@@ -1,6 +1,6 @@
 """The rates of a stack: what its kernels and links reach of the chip's peaks, and the shipped calibration of them.
 
-Each rate has a physical meaning and was fitted from published runs (`benchmarks/calibrate.py`). The fitted values are
+Each rate has a physical meaning and was fitted from published runs (`tools/fit_rates.py`). The fitted values are
 data, in `calibration.json`; `estimate` reads them with `calibration(stack)` and the modules of `time/` apply them.
 """
 
@@ -12,6 +12,8 @@ from typing import Any
 
 from threefold.plan.plan import Plan
 from threefold.spec.chips import ChipSpec, gemm_format
+
+WATTS_PER_FLOPS = 500 / 1e15  # of a Blackwell chip in the middle of those that are sold: 444 to 560
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Rates:
     memory: float = 0.80  # memory-bound kernels, of HBM bandwidth
     passes: float = 1.5  # elementwise passes over those that `layer_work` counts
     latent_passes: float = 1.0  # factor on those of MLA's heads, which are split and concatenated
+    routing_passes: float = 1.0  # factor on those over scores and routing maps
     expert_passes: float = 1.0  # factor on those around the experts' GEMMs
     quant_passes: float = 1.0  # quantization passes over one read and two writes
     expert_quant: float = 1.0  # factor on those of the experts' rows
@@ -44,14 +47,16 @@ class Rates:
     alltoall: float = 0.65  # NCCL all-to-all, of link bandwidth
     deepep: float = 0.6  # DeepEP, of link bandwidth
     hybridep: float = 0.7  # HybridEP, of link bandwidth
-    network: float = 0.75  # exchanges that leave the NVLink domain: a factor on the dispatcher's own rate
+    network: float = 0.9  # exchanges that leave the NVLink domain, of the network's bandwidth
     dp_hidden: float = 0.5  # fraction of a microbatch's time that data-parallel traffic can hide behind
     latency_seconds: float = 10e-6  # of a collective within a domain; across domains it is longer
     collective: float = 0.8  # ring collectives of tensor, context and data parallelism, of link bandwidth
+    ring: float = 0.0  # the same where the ring leaves the NVLink domain; 0: as inside it
     hidden: float = 0.7  # fraction of an exchange that EP overlap can hide
     contention: float = 0.1  # slowdown of compute per hidden exchange; NCCL's kernels cost 2.5 times as much
     host_mixer_seconds: float = 0.9e-3  # launching a mixer's kernels, forward and backward, without graphs
     host_moe_seconds: float = 2.0e-3  # the same for an MoE feed-forward part
+    host_expert_seconds: float = 0.0  # launches that each further local expert adds, where experts are not fused
     host_ring: float = 0.0  # launches that each further step of a ring of context parallelism adds to a mixer's
     host_unfused: float = 1.0  # factor on the MoE part's launches where experts are not fused
     host_fp8: float = 1.5  # factor on launches, for those of quantization
@@ -61,6 +66,8 @@ class Rates:
     # graph starts; and the gaps between kernels that a full_iteration graph closes, as a fraction of their launch time.
     replay_seconds: float = 17e-6
     host_gap: float = 0.02
+    power: float = 0.0  # exponent with which a Blackwell chip's speed follows its watts per FLOP/s, `power_slowdown`
+    adapter: float = 1e12  # bytes/s that the network adapter of a GPU carries at most
     cpu_sharing: float = 1.0  # factor on the work of a rank on a CPU that other ranks share
     sync_seconds: float = 0.5e-3  # host synchronization of the alltoall dispatcher, per layer
     step_seconds: float = 0.05  # logging, data and start-up of collectives, per step
@@ -127,6 +134,29 @@ def peak_flops(chip: ChipSpec, precision: str) -> float:
     """Dense peak in FLOP/s of a precision's GEMM format. A format that the chip lacks is emulated at the peak of
     bf16."""
     return chip.dense_peak(precision)[1]
+
+
+def power_slowdown(plan: Plan, rates: Rates) -> float:
+    """Seconds of kernels on a chip over those on one with `WATTS_PER_FLOPS`.
+
+    Blackwell chips of one design are sold with 1000 to 1400 W and run at the clock that their power sustains.
+    """
+    chip = plan.chip
+    if not rates.power or chip.power_watts is None or chip.architecture != "blackwell":
+        return 1.0
+    return float((WATTS_PER_FLOPS * chip.peak_flops["bf16"] / chip.power_watts) ** rates.power)
+
+
+def network_bandwidth(plan: Plan, rates: Rates) -> float:
+    """Bytes/s out of one GPU to other domains: its ports as sold, or what its adapter carries of them."""
+    return min(plan.chip.network_bandwidth, rates.adapter)
+
+
+def release_drift(plan: Plan, rates: Rates) -> float:
+    """Step time of the plan's release over that of the reference. A patch (26.04.01) has the drift of what it
+    patches."""
+    release = plan.stack.release or ""
+    return rates.drift.get(release, rates.drift.get(release[:5], 1.0))
 
 
 def gemm_rate(rates: Rates, plan: Plan, precision: str, rows: float) -> float:

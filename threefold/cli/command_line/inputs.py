@@ -36,6 +36,14 @@ def add_chip_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_like(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--like",
+        metavar="RUN",
+        help="start from a measurement: the id of a published run (`find --kind run`), the folder of a run, or a log",
+    )
+
+
 def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Parsed, list[Finding]]:
     """The plan of the arguments and what was found on the way. `keep_budget`: the plan will still change, and with it
     what is best for it."""

@@ -5,7 +5,7 @@ is also what `time/data_parallel.py` uses. A link is a bandwidth times a rate of
 """
 
 from threefold.cost.layer_work import BF16, LayerCase, Work
-from threefold.cost.rates import Rates
+from threefold.cost.rates import Rates, network_bandwidth
 from threefold.cost.traffic.dispatch import dispatch_bytes
 from threefold.layout.links import AxisLink
 from threefold.plan.plan import Plan
@@ -28,9 +28,21 @@ def dispatch_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     )
     chip = plan.chip
     inside = sent.domain / (chip.domain_bandwidth * rate)
-    outside = sent.network / (chip.network_bandwidth * rate * rates.network)
+    # DeepEP states 43 to 47 of 50 GB/s between nodes (its README, normal kernels, 2025-02). A dispatcher that is slower
+    # than NCCL inside the domain is slower outside too.
+    outside = sent.network / (network_bandwidth(plan, rates) * rates.network * min(1.0, rate / rates.alltoall))
     link = "network" if sent.network else "domain"
     return max(inside, outside) + 0.3 * min(inside, outside) + latency_seconds(rates, link)
+
+
+def routing_map_seconds(plan: Plan, work: Work, rates: Rates) -> float:
+    """The routing map of all ranks, a byte for each token and expert, which HybridEP gathers before it dispatches (its
+    `allgather_routing_map`)."""
+    moe = plan.model.moe
+    if plan.knobs.dispatcher != "hybridep" or moe is None or not work.dispatch_tokens:
+        return 0.0
+    payload = work.dispatch_tokens * moe.num_experts * plan.layout.ep
+    return collective_seconds(plan, plan.link("ep"), payload, rates)
 
 
 def collective_seconds(plan: Plan, link: AxisLink, payload: float, rates: Rates) -> float:
@@ -43,7 +55,8 @@ def collective_seconds(plan: Plan, link: AxisLink, payload: float, rates: Rates)
         return moved / (chip.domain_bandwidth * rates.collective) + latency_seconds(rates, "domain")
     per_node = max(1, link.in_domain)  # a ring enters and leaves each domain once, over all of its ports
     return (
-        moved / per_node / (chip.network_bandwidth * rates.collective) + latency_seconds(rates, "network") * link.degree
+        moved / per_node / (network_bandwidth(plan, rates) * (rates.ring or rates.collective))
+        + latency_seconds(rates, "network") * link.degree
     )
 
 
@@ -55,7 +68,7 @@ def expert_tensor_parallel_seconds(plan: Plan, work: Work, rates: Rates) -> floa
     others = work.dispatch_tokens * moe.top_k * (plan.layout.etp - 1)  # rows, in messages as large as a dispatch
     payload = BF16 * (moe.latent_dim or plan.model.dim) * others
     inside = plan.link("etp").link == "domain"
-    rate = plan.chip.domain_bandwidth if inside else plan.chip.network_bandwidth
+    rate = plan.chip.domain_bandwidth if inside else network_bandwidth(plan, rates)
     return payload / (rate * rates.hybridep)
 
 

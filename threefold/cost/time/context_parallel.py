@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from threefold.cost.format_support import gemm_precision
 from threefold.cost.layer_work import BF16, LayerCase
-from threefold.cost.rates import Rates, gemm_rate
+from threefold.cost.rates import Rates, gemm_rate, network_bandwidth
 from threefold.cost.time.communication import collective_seconds, latency_seconds
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, MlaSpec
@@ -54,7 +54,7 @@ def _forward_seconds(plan: Plan, case: LayerCase, rates: Rates) -> ContextSecond
     queries, keys = _attention_widths(plan)
     cp_comm = _first_cp_comm(plan)
     link, chip = plan.link("cp"), plan.chip
-    inside, outside = chip.domain_bandwidth * rates.hybridep, chip.network_bandwidth * rates.network * 0.9
+    inside, outside = chip.domain_bandwidth * rates.hybridep, network_bandwidth(plan, rates) * rates.network
     if cp_comm == "a2a":
         return ContextSeconds(0.0, _heads_exchange_seconds(plan, column * 2 * (queries + keys), rates))
     if cp_comm == "all_gather":
@@ -82,7 +82,7 @@ def _heads_exchange_seconds(plan: Plan, payload: float, rates: Rates) -> float:
     remote = (link.degree - link.in_domain) / link.degree
     local = (link.in_domain - 1) / link.degree
     inside = payload * local / (chip.domain_bandwidth * rates.alltoall)
-    outside = payload * remote / (chip.network_bandwidth * rates.alltoall * rates.network)
+    outside = payload * remote / (network_bandwidth(plan, rates) * rates.network)
     return max(inside, outside) + latency_seconds(rates, link.link)
 
 
@@ -108,7 +108,7 @@ def _latent_exchange_seconds(plan: Plan, case: LayerCase, rates: Rates) -> Conte
     latents, queries = column * (spec.kv_rank + spec.rope_dim), column * (spec.q_rank or plan.model.dim)
     output = column / plan.layout.tp * spec.num_heads * spec.v_dim
     domain = chip.domain_bandwidth * rates.collective
-    network = chip.network_bandwidth * rates.network * 0.9
+    network = network_bandwidth(plan, rates) * rates.network
     inside = domain if inner <= link.in_domain else network
     outside = domain if link.link == "domain" else network
     gathered = (inner - 1) * (queries + outer * latents)

@@ -69,6 +69,8 @@ def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
     ffn = (
         rates.host_moe_seconds if layer.ffn == "moe" else 0.4 * rates.host_moe_seconds if layer.ffn == "dense" else 0.0
     )
+    if layer.ffn == "moe" and plan.model.moe and not runs_fused_experts(plan):
+        ffn += rates.host_expert_seconds * plan.model.moe.num_experts / plan.layout.ep
     ffn *= rates.host_unfused if layer.ffn == "moe" and not runs_fused_experts(plan) else 1.0
     ring = plan.layout.cp if "p2p" in plan.knobs.cp_comm else 1
     mixer *= 1 + rates.host_ring * (ring - 1)

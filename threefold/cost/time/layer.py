@@ -13,12 +13,13 @@ from threefold.cost.format_support import (
     writes_gradients_once,
 )
 from threefold.cost.layer_work import BF16, LayerCase, Work, layer_case, layer_work
-from threefold.cost.rates import Rates, gemm_rate, peak_flops
+from threefold.cost.rates import Rates, gemm_rate, peak_flops, power_slowdown
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.cost.stage_contents import NotRecomputedLayer
 from threefold.cost.time.communication import (
     dispatch_seconds,
     expert_tensor_parallel_seconds,
+    routing_map_seconds,
     tensor_parallel_seconds,
 )
 from threefold.cost.time.context_parallel import context_parallel_seconds, latent_expansion_seconds
@@ -72,7 +73,8 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     knobs = plan.knobs
     passes, _ = gemms_per_weight(plan)
     around = _around_experts(plan, work, rates)
-    slower = cpu_slowdown(plan, rates)
+    slowed = power_slowdown(plan, rates)
+    slower = cpu_slowdown(plan, rates) * slowed
     gemm_once = slower * work.dense_flops / gemm_rate(rates, plan, gemm_precision(plan), work.dense_rows)
     experts_once, experts = _expert_seconds(plan, work, rates)
     experts_once, experts = slower * experts_once, slower * experts
@@ -80,7 +82,11 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     elementwise = slower * _elementwise_seconds(plan, case, work, around.moved_bytes, rates)
     quantize_once = 0.0
     if plan.low_precision:
-        quantize_once = _quantize_seconds(plan, work.quant_elements + around.quant_elements, rates)
+        quantize_once = slowed * _quantize_seconds(
+            plan,
+            work.quant_elements + around.quant_elements + knobs.fp8_attention * work.attention_elements,
+            rates,
+        )
     sequence = tensor_parallel_seconds(plan, case, work, rates) * (0.5 if knobs.tp_overlap else 1.0)
     forward = ForwardSeconds(gemm_once, experts_once, attention / 3.5, elementwise / 3, quantize_once, sequence)
     gemm, quantize, tp = passes * gemm_once, passes * quantize_once, 2.5 * sequence
@@ -92,6 +98,8 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     recompute = recompute_seconds(plan, layer, forward, work, rates) + expansion.recompute
     exchange = dispatch_seconds(plan, work, rates) + expert_tensor_parallel_seconds(plan, work, rates)
     ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
+    if STACK_TRAITS[plan.target].waits_every_layer:
+        ep += routing_map_seconds(plan, work, rates)
     busy = gemm + experts + attention + elementwise + quantize + recompute
     if knobs.ep_overlap and exchange:
         seconds = around.moved_bytes * rates.passes / _memory_bandwidth(plan, rates)
@@ -173,7 +181,13 @@ def _dispatcher_copies(plan: Plan, work: Work) -> float:
 def _elementwise_seconds(plan: Plan, case: LayerCase, work: Work, around_experts: float, rates: Rates) -> float:
     """Memory-bound kernels, forward and backward, and the chunks of the delta rule."""
     bandwidth = _memory_bandwidth(plan, rates)
-    moved = work.moved_bytes - work.permuted_bytes + around_experts + work.latent_bytes * (rates.latent_passes - 1)
+    moved = (
+        work.moved_bytes
+        - work.permuted_bytes
+        + work.routed_bytes * rates.routing_passes
+        + around_experts
+        + work.latent_bytes * (rates.latent_passes - 1)
+    )
     seconds = 3 * moved * rates.passes / bandwidth + 3 * work.scan_bytes * rates.scan / bandwidth
     return seconds + chunks_seconds(plan, case.layer, case.seq_len, rates)
 
@@ -196,8 +210,10 @@ def _attention_seconds(plan: Plan, layer: Layer, work: Work, rates: Rates) -> fl
     else:  # a short sequence leaves many tiles of the kernel half empty
         parts = 1 if plan.knobs.cp_comm == "a2a" else plan.layout.cp  # a kernel sees one of them, or all in fewer heads
         fraction /= 1 + rates.attention_tokens * parts / plan.job.seq_len
-    # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often.
-    seconds = 3.5 * work.attention_flops * _masked_work(plan) * (1 + 64 / head) / 1.5 / (peak * fraction)
+    # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often. Blackwell
+    # Ultra has twice the exponentials of Blackwell (NVIDIA, Inside Blackwell Ultra, 2025-08).
+    columns = 32 if plan.chip.name in ("b300", "gb300") and STACK_TRAITS[plan.target].waits_every_layer else 64
+    seconds = 3.5 * work.attention_flops * _masked_work(plan) * (1 + columns / head) / 1.5 / (peak * fraction)
     if STACK_TRAITS[plan.target].sinks_slow_attention and not plan.knobs.fp8_attention:
         seconds += work.sink_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
     return seconds

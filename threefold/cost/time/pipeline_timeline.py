@@ -69,7 +69,7 @@ def pipeline_timeline(plan: Plan, step: StepTime) -> PipelineTimeline | None:
         stage_passes(layout.pipeline_schedule, layout.pp, layout.vpp, stage, count, split, paired)
         for stage in range(layout.pp)
     ]
-    ranks = timed_passes(order, _pass_seconds(plan, step))
+    ranks = timed_passes(order, pass_seconds(plan, step))
     end = max((one.end for rank in ranks for one in rank), default=0.0)
     return PipelineTimeline(tuple(map(tuple, ranks)), count, end)
 
@@ -164,10 +164,10 @@ def timed_passes(order: Sequence[Sequence[Together]], seconds: dict[tuple[str, i
         for number, rank in enumerate(order):
             while places[number] < len(rank):
                 group = rank[places[number]]
-                needs = [need for one in group for need in _needs(one, last)]
-                if any(need not in ended for need in needs):
+                wanted = [need for one in group for need in needs(one, last)]
+                if any(need not in ended for need in wanted):
                     break
-                start = max([free[number], *[ended[need] for need in needs]])
+                start = max([free[number], *[ended[need] for need in wanted]])
                 end = start + sum(seconds[one.kind, one.chunk] for one in group)
                 for one in group:
                     if one.kind != "wgrad":
@@ -179,7 +179,7 @@ def timed_passes(order: Sequence[Sequence[Together]], seconds: dict[tuple[str, i
     return found
 
 
-def _needs(one: Pass, last: int) -> list[tuple[bool, int, int]]:
+def needs(one: Pass, last: int) -> list[tuple[bool, int, int]]:
     """What has to be over before a pass, as keys of `ended`: whether it is a forward, the chunk, the microbatch."""
     kind, chunk, microbatch = one
     if kind == "forward":
@@ -190,7 +190,7 @@ def _needs(one: Pass, last: int) -> list[tuple[bool, int, int]]:
     return [forward, (False, chunk + 1, microbatch)] if chunk < last else [forward]
 
 
-def _pass_seconds(plan: Plan, step: StepTime) -> dict[tuple[str, int], float]:
+def pass_seconds(plan: Plan, step: StepTime) -> dict[tuple[str, int], float]:
     """Seconds of each kind of pass through each chunk, to the scale of the estimate's slowest rank."""
     rates, count = rates_of(plan), max(1, plan.num_microbatches)
     works = _chunk_works(plan, rates)

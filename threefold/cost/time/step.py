@@ -7,7 +7,7 @@ terms={"gemm": 4.1, "experts": 5.6, ...})` with all names of `TERMS`.
 from dataclasses import dataclass
 
 from threefold.cost.layer_work import BF16
-from threefold.cost.rates import Rates
+from threefold.cost.rates import Rates, network_bandwidth, power_slowdown, release_drift
 from threefold.cost.stage_contents import chunk_layers, stage_contents
 from threefold.cost.time.data_parallel import data_parallel_seconds
 from threefold.cost.time.host_launches import MICROBATCH_SHARPNESS, host_wait
@@ -65,7 +65,7 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     count = max(1, plan.num_microbatches)
     stages = _stage_work(plan)
     times = {layer: layer_time(plan, layer, rates, skew) for layer in {each for one in stages for each in one.layers}}
-    slower = cpu_slowdown(plan, rates)
+    slower = cpu_slowdown(plan, rates) * power_slowdown(plan, rates)
     mtp, loss = slower * mtp_projection_seconds(plan, rates), slower * loss_seconds(plan, rates)
     vision = vision_seconds(plan, rates)
     loads = [
@@ -97,7 +97,7 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     terms["optimizer"], terms["offload"] = optimizer_seconds(plan, rates, forward)
     terms["offload"] += offload[slowest] * count
     terms["other"] = rates.step_seconds
-    drift = rates.drift.get(plan.stack.release or "", 1.0)
+    drift = release_drift(plan, rates)
     terms = {name: value * drift for name, value in terms.items()}
     return StepTime(sum(terms.values()), terms, slowest)
 
@@ -122,13 +122,13 @@ def _bubble_seconds(plan: Plan, loads: list[float], busiest: float, rates: Rates
     chunk = (sum(loads) - busiest) / layout.vpp
     if layout.schedule in ("zero-bubble", "dualpipev"):
         chunk /= 3
-    return chunk + _hop_seconds(plan, rates) * (2 * (layout.pp - 1) + (0.0 if layout.vpp > 1 else 2.0 * count))
+    return chunk + hop_seconds(plan, rates) * (2 * (layout.pp - 1) + (0.0 if layout.vpp > 1 else 2.0 * count))
 
 
-def _hop_seconds(plan: Plan, rates: Rates) -> float:
+def hop_seconds(plan: Plan, rates: Rates) -> float:
     """Hidden states of a microbatch sent to the next stage."""
     job, layout = plan.job, plan.layout
     payload = BF16 * plan.model.dim * job.micro_batch * job.seq_len / layout.cp / layout.tp
     link = plan.link("pp")
-    rate = plan.chip.domain_bandwidth if link.link == "domain" else plan.chip.network_bandwidth
+    rate = plan.chip.domain_bandwidth if link.link == "domain" else network_bandwidth(plan, rates)
     return payload / (rate * rates.collective) + 20e-6
