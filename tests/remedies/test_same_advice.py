@@ -14,7 +14,7 @@ from traces import GEMM, NCCL, kernel, write_trace
 from threefold.cli.main import main
 from threefold.compare.comparison import compare_sides
 from threefold.compare.sides import open_side
-from threefold.cost.estimate import WALLS, estimate
+from threefold.cost.estimate import WALLS, estimate, wall_scores
 from threefold.cost.fit import surely_fits
 from threefold.explore.layouts import try_fixes
 from threefold.explore.request import Started
@@ -134,7 +134,9 @@ def check_all(plan: Plan, folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     said["sweep"] = of_pieces(swept.to_json()["points"][0]["advice"])
     side = open_side(str(path))
     said["compare"] = of_pieces(compare_sides(side, side).to_json()["b"]["advice"])
-    if surely_fits(plan) and found.wall != "memory":
+    first, second, *_ = wall_scores(found.time).values()
+    # A trace has a little time of each axis, which turns two walls round that are as good as equal.
+    if surely_fits(plan) and found.wall != "memory" and first > 1.03 * second:
         said["profile"] = profiled(folder, plan)
     assert len({json.dumps(each) for each in said.values()}) == 1, said
     if surely_fits(plan):  # tune measures speed: what only frees memory, or has no price, is not proposed

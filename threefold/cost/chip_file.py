@@ -107,7 +107,8 @@ def chip_file_text(
     spec: ChipSpec, measured: str, precisions: Sequence[str], rates: Rates, error: float, gpus: int
 ) -> str:
     """A chip file with the rates of a fit to steps in some precisions and of so many GPUs at most."""
-    numbers = {name: float(f"{value:.6g}") for name, value in rates_to(rates).items() if isinstance(value, float)}
+    rated = {name: value for name, value in rates_to(rates).items() if isinstance(value, float) and value}
+    numbers = {name: float(f"{value:.6g}") for name, value in rated.items()}
     fit = {"error": float(f"{error:.3g}"), "gpus": gpus}
     facts = {"facts": {"cores": spec.cores}} if spec.architecture == "cpu" else {}
     head = {"chip": spec.plan_name, "measured": measured, "precisions": list(precisions)}
