@@ -202,6 +202,18 @@ def test_a_slower_chip_file_slows_the_estimate(tmp_path: Path, capsys: pytest.Ca
     assert slow["calibrated"] is False  # no published run has tested these rates
 
 
+def test_check_says_whose_rates_it_judged_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "slow.toml"
+    path.write_text('chip = "h100"\nmeasured = "2026-11-19, a slow node"\n[rates]\ngemm = 0.1\n')
+    _, out, _ = run("check", QWEN, "--chip-file", str(path), capsys=capsys)
+    assert "rates: of a chip file (2026-11-19, a slow node); --chip-file none takes the shipped ones" in out
+    _, out, _ = run("check", QWEN, "--chip-file", "none", capsys=capsys)
+    assert "rates:" not in out
+    code, out, _ = run("check", QWEN, "--chip-file", str(tmp_path / "nothing.toml"), capsys=capsys)
+    assert code == 1
+    assert "error[file-readable]" in out
+
+
 BAD_CHIPS = {
     "no-chip": ("[rates]\ngemm = 0.5\n", {"known-value"}, "chip"),
     "other-chip": ('chip = "h1000"\n', {"known-value"}, "h100"),

@@ -5,9 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import duration, plan_from, print_findings
+from threefold.cli.command_line.inputs import duration, print_findings, the_plan
 from threefold.cli.command_line.out import print_json
-from threefold.findings import Finding, FindingsError, in_order
+from threefold.findings import Finding, FindingsError
 from threefold.machine.calibrate import Calibrated, calibrate, write_chip_file
 from threefold.machine.inventory import Machine, this_machine
 from threefold.plan.plan import Plan
@@ -36,19 +36,14 @@ def arguments(plan: str, as_json: bool) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
     import threefold.engine.tune.trial_steps  # noqa: F401  a missing package is said before anything is measured
 
     plan = None
     here = this_machine(try_kernels=False)
     if args.plan is not None:
-        parsed, findings = plan_from(args)
-        plan = parsed.plan
-        if plan is None or (blocking := errors(promoted(check(plan, notes=False)))):
-            return print_findings(in_order(findings if plan is None else blocking), args.json)
+        plan = the_plan(args)
+        if blocking := errors(promoted(check(plan, notes=False))):
+            raise FindingsError(blocking)
     own = plan.cluster.own if plan is not None and here.gpus else None
     chip = own.plan_name if own else here.chip  # a GPU that we do not know, by the user's own description
     if chip is None or (own is None and chip not in CHIPS):

@@ -3,10 +3,11 @@
 import argparse
 import math
 import sys
+from functools import partial
 
 from threefold.api.comparisons import compare_runs
 from threefold.cli.command_line.inputs import add_chip_file, print_findings, step_window
-from threefold.cli.command_line.out import is_written, print_json
+from threefold.cli.command_line.out import drawn, print_json
 from threefold.compare.comparison import Comparison
 from threefold.findings import FindingsError, in_order
 from threefold.report.compare.comparison_text import comparison_text
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(comparison_text(found))
     code = _exit_code(found, args.fail_above)
-    return max(code, _plot(found, args.plot)) if args.plot else code
+    return max(code, drawn("compare", args.plot, partial(_plot, found))) if args.plot else code
 
 
 def _exit_code(found: Comparison, fail_above: float | None) -> int:
@@ -78,13 +79,7 @@ def _percent(text: str) -> float:
     return value
 
 
-def _plot(found: Comparison, path: str) -> int:
-    def draw() -> None:
-        from threefold.report.plots import plot_comparison
+def _plot(found: Comparison, path: str) -> None:
+    from threefold.report.plots import plot_comparison  # which loads matplotlib
 
-        plot_comparison(found, path)
-
-    if not is_written("compare", path, draw):
-        return 1
-    print(f"wrote {path}", file=sys.stderr)
-    return 0
+    plot_comparison(found, path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from threefold.api.rehearsals import as_the_engine_runs, loads_from, predicted_snapshot, rehearse
-from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, the_plan
 from threefold.cli.command_line.out import UsageError, is_written, print_json
 from threefold.cli.command_line.rehearse import end_progress, progress
 from threefold.rules.all import errors
@@ -47,11 +47,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {args.ranks!r} is neither numbers nor stages nor all")
     if not math.isfinite(args.skew) or (args.jobs is not None and args.jobs < 1):
         raise UsageError("--skew and --jobs are numbers of at least 1")
-    parsed, findings = plan_from(args)
-    if parsed.plan is None or errors(findings):
-        return print_findings(findings, args.json)
+    given = the_plan(args)
     try:
-        plan, left_out = as_the_engine_runs(parsed.plan)
+        plan, left_out = as_the_engine_runs(given)
         loads, problem = loads_from(args.loads, args.skew, plan)
         if problem:
             raise UsageError(problem)
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             from threefold.dryrun.measured.measure import measure
 
             return _tell_measured(args, measure(plan, _one(ranks), loads, left_out, progress()))
-        found = rehearse(parsed.plan, ranks, loads=loads, jobs=args.jobs, say=progress())
+        found = rehearse(given, ranks, loads=loads, jobs=args.jobs, say=progress())
         told = _tell(args, found)
         if args.snapshot:
             content = predicted_snapshot(found, loads)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from threefold.cli.command_line.out import print_json
+from threefold.cli.command_line.out import is_written, print_json
 from threefold.findings import Finding
 from threefold.interop.megatron.import_text import import_text, named
 from threefold.plan.file import dump_plan, parse_overrides
@@ -43,10 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if plan is None:
         return 1
     if args.out is not None:
-        try:
-            args.out.write_text(written, encoding="utf-8")
-        except OSError as error:
-            print(f"threefold import: cannot write {args.out}: {error.strerror}", file=sys.stderr)
+        if not is_written("import", args.out, lambda: args.out.write_text(written, encoding="utf-8")):
             return 1
         if not args.json:
             print(f"wrote {args.out}: threefold check {args.out}")

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.cli.command_line.out import UsageError, print_json
+from threefold.cli.command_line.out import UsageError, is_written, print_json
 from threefold.findings import in_order
 from threefold.interop.megatron.bridge_files import inexpressible_text, job_script, torchrun_script
 from threefold.interop.megatron.export_plan import export_plan
@@ -83,10 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is None:
         print(json.dumps({"ok": True, "script": text}, indent=2) if args.json else text, end="\n" if args.json else "")
         return 0
-    try:
-        args.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"threefold launch: cannot write {args.out}: {error.strerror}", file=sys.stderr)
+    if not is_written("launch", args.out, lambda: args.out.write_text(text, encoding="utf-8")):
         return 1
     if args.json:
         print_json({"ok": True, "script": text, "out": str(args.out)})

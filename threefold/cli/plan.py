@@ -9,7 +9,7 @@ from typing import Any
 
 from threefold.api.searches import find_plan, with_defaults
 from threefold.cli.command_line.inputs import add_chip_file, add_like, add_plan_arguments, print_findings
-from threefold.cli.command_line.out import UsageError, print_json
+from threefold.cli.command_line.out import UsageError, is_written, print_json
 from threefold.cli.command_line.rehearse import Rehearsed, rehearse_first, rehearsed_text
 from threefold.cost.chip_file import read_chip_file
 from threefold.findings import Finding, in_order
@@ -136,7 +136,8 @@ def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearse
         raise UsageError(f"--pick {args.pick} of {len(found.candidates)} candidates")
     picked = found.candidates[args.pick - 1].plan if found.candidates else None
     if args.out and picked:
-        code = _write(args.out, picked)
+        text = dump_plan(picked, stating=STATED)
+        code = 0 if is_written("plan", args.out, lambda: Path(args.out).write_text(text, encoding="utf-8")) else 1
     if args.json:
         said: dict[str, Any] = {"summary": search_summary(found, why), **found.to_json()}
         said |= {"target_because": why} if why else {}
@@ -159,12 +160,3 @@ def _next_command(out: str | None, pick: int, plan: Plan) -> str:
     if plan.target == "threefold":
         return f"{wrote}\n`threefold dry-run {file}` rehearses it\n`threefold train {file}` or `launch {file}` run it"
     return f"{wrote}\n`threefold export {file} --out export` writes what {plan.target} runs"
-
-
-def _write(path: str, plan: Plan) -> int:
-    try:
-        Path(path).write_text(dump_plan(plan, stating=STATED), encoding="utf-8")
-    except OSError as error:
-        print(f"threefold plan: cannot write {path}: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, print_findings, the_plan
 from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import shown
 from threefold.layout.degrees import AXES
@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    parsed, findings = plan_from(args)
-    plan = parsed.plan
-    if plan is None:
-        return print_findings(findings, args.json)
+    plan = the_plan(args)
     if not 0 <= args.rank < plan.layout.gpus:
         raise UsageError(f"--rank {args.rank} is not one of 0 to {plan.layout.gpus - 1}")
     if not plan.layout.fits_ranks:  # without whole grids there is nothing to draw

@@ -1,12 +1,12 @@
 """`threefold sweep`: one field varied, sequence length with CP sized along."""
 
 import argparse
-import sys
+from functools import partial
 from typing import Any
 
 from threefold.api.plans import sweep
 from threefold.cli.command_line.inputs import add_plan_arguments, plan_from, print_findings
-from threefold.cli.command_line.out import UsageError, is_written, print_json
+from threefold.cli.command_line.out import UsageError, drawn, print_json
 from threefold.findings import Finding, in_order
 from threefold.plan.file import parse_overrides
 from threefold.report.sweep import sweep_text
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(sweep_text(found))
     code = 0 if any(point.estimate for point in found.points) else 1
-    return max(code, _plot(found, args.plot)) if args.plot else code
+    return max(code, drawn("sweep", args.plot, partial(_plot, found))) if args.plot else code
 
 
 def _split(text: str) -> list[str]:
@@ -73,13 +73,7 @@ def _values(path: str, texts: list[str]) -> tuple[list[Any], list[Finding]]:
     return values, findings
 
 
-def _plot(found: Sweep, path: str) -> int:
-    def draw() -> None:
-        from threefold.report.plots import plot_sweep
+def _plot(found: Sweep, path: str) -> None:
+    from threefold.report.plots import plot_sweep  # which loads matplotlib
 
-        plot_sweep(found, path)
-
-    if not is_written("sweep", path, draw):
-        return 1
-    print(f"wrote {path}", file=sys.stderr)
-    return 0
+    plot_sweep(found, path)

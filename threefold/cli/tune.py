@@ -9,10 +9,10 @@ from typing import Any
 
 from threefold.api.plans import for_our_engine
 from threefold.api.tunings import read_tuning, tune_plan
-from threefold.cli.command_line.inputs import add_plan_arguments, duration, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, the_plan
 from threefold.cli.command_line.out import UsageError, print_json
 from threefold.cli.command_line.sigterm import end_on_sigterm
-from threefold.findings import Finding, in_order
+from threefold.findings import Finding, FindingsError
 from threefold.interop.megatron.export_plan import BRIDGE
 from threefold.launch.slurm import Options
 from threefold.plan.file import parse_overrides
@@ -76,17 +76,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    parsed, findings = plan_from(args)
-    if parsed.plan is None:
-        return print_findings(findings, args.json)
-    is_foreign = parsed.plan.target == BRIDGE
+    given = the_plan(args)
+    is_foreign = given.target == BRIDGE
     if is_foreign and (args.rank is not None or args.launcher):
         raise UsageError("--rank and --launcher are for the threefold engine")
-    plan = parsed.plan if is_foreign else for_our_engine(parsed.plan)
+    plan = given if is_foreign else for_our_engine(given)
     plan = plan if args.seed is None else change(plan, {"job.seed": args.seed})
     tries, problems = _tries(args.tries)
     if problems:
-        return print_findings(in_order(problems), args.json)
+        raise FindingsError(problems)
     folder = args.out or Path("runs") / f"tune-{Path(args.plan).stem}-{plan.hash}"
     found = tune_plan(
         plan, folder, args.budget, args.trials, tries, args.keep, args.formats, args.rank, shlex.split(args.launcher),

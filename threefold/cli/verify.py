@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.command_line.inputs import add_plan_arguments, duration, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, print_findings, the_plan
 from threefold.findings import Finding, in_order
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
@@ -42,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    parsed, findings = plan_from(args)
-    plan = parsed.plan
-    if plan is None:
-        return print_findings(findings, args.json)
-    # The plan as given: its shrunk version may be legal where it is not.
-    plan = for_our_engine(plan)
+    plan = for_our_engine(the_plan(args))  # as given: its shrunk version may be legal where it is not
     refused = [finding for finding in blockers(promoted(check(plan, notes=False))) if finding.rule not in ELSEWHERE]
     if refused:
         return print_findings(in_order(refused), args.json)

@@ -8,9 +8,11 @@ from typing import Any, TextIO
 
 from threefold.api.plans import open_plan, with_choices
 from threefold.cli.command_line.out import UsageError, print_json
-from threefold.findings import Finding
+from threefold.findings import Finding, FindingsError
 from threefold.plan.parse import Parsed
+from threefold.plan.plan import Plan
 from threefold.report.terminal import findings_summary, findings_text
+from threefold.rules.all import errors
 from threefold.spec.longer_context import KINDS
 from threefold.spec.stacks import TARGETS
 
@@ -50,6 +52,14 @@ def plan_from(args: argparse.Namespace, keep_budget: bool = False) -> tuple[Pars
     extra = [f'target="{args.target}"'] if args.target else []
     opened = open_plan(args.plan, [*args.overrides, *extra])
     return opened if keep_budget else with_choices(*opened)
+
+
+def the_plan(args: argparse.Namespace) -> Plan:
+    """The plan of the arguments; raises what is wrong with it."""
+    parsed, findings = plan_from(args)
+    if parsed.plan is None or errors(findings):
+        raise FindingsError(findings)
+    return parsed.plan
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -74,6 +74,14 @@ def shown_at_work(verb: str) -> Iterator[None]:
                 stream.before_write = None
 
 
+def drawn(verb: str, path: str, draw: Callable[[str], object]) -> int:
+    """Draw an image that was asked for, say so, and give the exit code."""
+    if not is_written(verb, path, lambda: draw(path)):
+        return 1
+    print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
 class UsageError(Exception):
     """A command line that is wrong in a way that its parser cannot see; `main` says it, and ends with 2."""
 
@@ -97,6 +105,6 @@ def is_written(verb: str, path: str, write: Callable[[], object]) -> bool:
         print(f"threefold {verb}: a picture needs matplotlib: pip install 'threefold[report]'", file=sys.stderr)
         return False
     except (OSError, ValueError) as error:  # ValueError: an image format that matplotlib does not know
-        print(f"threefold {verb}: cannot write {path}: {error}", file=sys.stderr)
+        print(f"threefold {verb}: cannot write {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return False
     return True
