@@ -29,7 +29,7 @@ CEILINGS: dict[str, int] = {
     "plan": 2_200,
     "profile": 4_980,
     "remedies": 1_050,
-    "report": 4_350,
+    "report": 4_320,
     "rules": 5_850,
     "search": 2_700,
     "spec": 5_050,

@@ -13,11 +13,10 @@ from plans import CLEAN, build, make
 from random_plans import moe_plans
 from repository import ROOT
 
-from threefold.api.plans import judged_estimate, open_plan
+from threefold.api.plans import judged_estimate, open_plan, with_choices
 from threefold.cost.cp_exchange import resolve_exchange
-from threefold.explore.answer import Answers, quick_view
+from threefold.explore.answer import Answers, question_of, quick_view, search_layouts, try_fixes
 from threefold.explore.controls import START, explorer_page
-from threefold.explore.layouts import question_of, search_layouts, try_fixes
 from threefold.explore.request import EXPLORED, MOST_FIELDS, Started, checked_fields
 from threefold.findings import FindingsError
 from threefold.plan.file import dump_plan
@@ -146,7 +145,7 @@ def test_a_plan_brings_its_fields() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_explored_as_it_is(recipe: Path) -> None:
     """Also its fields without a control: frozen parts, data, learning rate, sizes of the model."""
-    plan = open_plan(str(recipe))[0].plan
+    plan = with_choices(*open_plan(str(recipe)))[0].plan
     assert plan is not None
     started = Started.of_plan(plan)
     assert set(started.fields) <= EXPLORED

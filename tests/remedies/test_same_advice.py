@@ -16,7 +16,7 @@ from threefold.compare.comparison import compare_sides
 from threefold.compare.sides import open_side
 from threefold.cost.estimate import WALLS, estimate, wall_scores
 from threefold.cost.fit import surely_fits
-from threefold.explore.layouts import try_fixes
+from threefold.explore.answer import try_fixes
 from threefold.explore.request import Started
 from threefold.findings import FindingsError, as_overrides
 from threefold.plan.file import dump_plan, read_plan

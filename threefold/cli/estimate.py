@@ -20,9 +20,8 @@ from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
-from threefold.report.estimate import estimate_text
-from threefold.report.summaries import estimate_summary, training_summary
-from threefold.report.training_text import point_json, training_text, usual_sizes
+from threefold.report.estimate import estimate_summary, estimate_text
+from threefold.report.training_text import point_json, training_summary, training_text, usual_sizes
 from threefold.rules.all import advice, errors
 from threefold.spec.clusters.operations import FIELDS as OPERATIONS
 from threefold.spec.clusters.operations import problem_with

@@ -18,8 +18,7 @@ from threefold.plan.file import dump_plan, parse_overrides, read_plan
 from threefold.plan.parse import Fields, normalise
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
-from threefold.report.search import search_text
-from threefold.report.summaries import search_summary
+from threefold.report.search import search_summary, search_text
 from threefold.rules.all import errors
 from threefold.search.search import SearchResult
 

@@ -1,8 +1,9 @@
 """The answer to one request: the plan judged and priced, drawn with the drawings of the report.
 
 Findings carry the first fix of their rule, which nobody has tried: pressing Apply is the trial. Trying fixes can take
-seconds and is asked for on its own (`layouts.try_fixes`). The drawings are markup, made on this side only; the page
-puts them into their places.
+seconds and is asked for on its own, as is the list of layouts: `server.py` runs `try_fixes` and `search_layouts` in
+processes of their own (`background.py`). The drawings are markup, made on this side only; the page puts them into
+their places.
 """
 
 import json
@@ -11,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from threefold.api.plans import on_measured_chip
+from threefold.api.plans import check, on_measured_chip
+from threefold.api.searches import find_plan
 from threefold.cost.cp_exchange import resolve_exchange
 from threefold.cost.estimate import estimate
 from threefold.cost.time.pipeline_timeline import pipeline_timeline
@@ -28,6 +30,7 @@ from threefold.rules.all import PREDICTED, RULES, blockers, errors, judge
 
 PARTS = ("layout", "memory", "time", "pipeline")  # sections of the report that an answer has
 MOST_KEPT = 128  # answers that are kept
+TOP = 12  # layouts that are listed
 
 
 def request_key(fields: Fields) -> str:
@@ -113,3 +116,56 @@ def _numbers(view: PlanView) -> Mapping[str, Any] | None:
         "fits": found.fits,
         "wall": found.wall,
     }
+
+
+def question_of(fields: Mapping[str, Any]) -> Fields:
+    """The fields of a request that a search keeps as they are: model, machine, job, and the precision where it is
+    chosen. The search chooses the rest. `questionOf` of explore.js is the same."""
+    return {path: value for path, value in fields.items() if _is_asked(path)}
+
+
+def _is_asked(path: str) -> bool:
+    chosen = path.startswith(("layout.", "knobs.", "run.")) or path == "job.micro_batch"
+    return not chosen or path == "knobs.precision"
+
+
+def search_layouts(question: Fields, started: Started) -> dict[str, Any]:
+    """The candidates of a question as rows for the page; or why there are none."""
+    try:
+        read_request(question, started)
+        found = find_plan(question_of(started.completed(question)), top=TOP)
+    except FindingsError as error:
+        return {"rows": [], "why": "; ".join(one.problem for one in error.findings)}
+    rows = []
+    for one in found.candidates:
+        layout = one.plan.layout
+        moved = {path: value for path, value in one.plan.written if path.startswith(("layout.", "knobs."))}
+        rows.append(
+            {
+                "layout": " ".join(f"{axis.upper()}{layout.degree(axis)}" for axis in ("tp", "cp", "pp", "ep")),
+                "chunks": layout.vpp,
+                "precision": one.plan.knobs.precision,
+                "recompute": list(one.plan.knobs.recompute),
+                "tflops": one.estimate.model_tflops_per_gpu,
+                "device_bytes": one.estimate.memory.device_bytes,
+                "wall": one.estimate.wall,
+                "set": {
+                    **{path: list(value) if isinstance(value, tuple) else value for path, value in moved.items()},
+                    "job.micro_batch": one.plan.job.micro_batch,
+                    "job.global_batch": one.plan.job.global_batch,
+                },
+            }
+        )
+    why = found.finding.problem if found.finding else ""
+    return {"rows": rows, "why": why, "searched": found.searched, "seconds": round(found.seconds, 1)}
+
+
+def try_fixes(fields: Fields, started: Started) -> dict[str, Any]:
+    """The findings of a plan with fixes that were tried, as markup."""
+    try:
+        parsed = read_request(fields, started)
+    except FindingsError as error:
+        return {"html": findings_list(error.findings, settable=EXPLORED)}
+    plan = parsed.plan or parsed.readable
+    found = check(plan, parsed.findings) if plan is not None else parsed.findings
+    return {"html": findings_list(found, settable=EXPLORED)}

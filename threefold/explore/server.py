@@ -16,10 +16,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from threefold.explore.answer import Answers, request_key
+from threefold.explore.answer import Answers, question_of, request_key, search_layouts, try_fixes
 from threefold.explore.background import Background
 from threefold.explore.controls import explorer_page
-from threefold.explore.layouts import question_of, search_layouts, try_fixes
 from threefold.explore.request import Started, checked_fields
 from threefold.findings import Finding, FindingsError
 

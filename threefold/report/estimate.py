@@ -9,7 +9,7 @@ from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
 from threefold.remedies.advise import Advice
-from threefold.report.terminal import advice_text, table
+from threefold.report.terminal import advice_text, cut_lines, findings_summary, table
 from threefold.units import GIB, format_bytes, format_number, format_tokens
 
 STAGES_ABREAST = 8  # columns that fit a terminal
@@ -172,3 +172,13 @@ def misfit_text(plan: Plan, found: Estimate) -> str:
 
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
+
+
+def estimate_summary(plan: Plan, found: Estimate, overfull: Sequence[Finding] = ()) -> list[str]:
+    low, high = found.device_bytes_band
+    fits = "fits" if found.fits else "does not fit"
+    memory = (
+        f"{fits}: {format_bytes(found.memory.device_bytes)} ({format_bytes(low)} to {format_bytes(high)}) of "
+        f"{format_bytes(plan.chip.memory_bytes)}, on stage {found.memory.worst.stage}"
+    )
+    return cut_lines([head_text(plan, found), memory, *verdict_lines(plan, found), *findings_summary(overfull)[1:]])

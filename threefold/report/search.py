@@ -9,7 +9,8 @@ from threefold.findings import as_overrides
 from threefold.plan.plan import Plan
 from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
-from threefold.report.terminal import advice_text, findings_text, table
+from threefold.report.terminal import MOST_LINES as SUMMARY_LINES
+from threefold.report.terminal import advice_text, cure_text, cut_lines, findings_text, table
 from threefold.search.fit import FitPoint
 from threefold.search.neighbours import Comparison, NextBetter, Trial
 from threefold.search.search import Candidate, SearchResult
@@ -282,3 +283,18 @@ def _answer(point: FitPoint) -> list[str]:
     settings += [plan.knobs.precision] if plan.knobs.precision != "bf16" else []
     tflops = f"about {format_rounded(guess.model_tflops_per_gpu, error)}"
     return ["yes", degrees_text(plan), tflops, ", ".join(settings)]
+
+
+def search_summary(found: SearchResult, why: str = "") -> list[str]:
+    """The best plan with its grids and why it is so, and what to try next."""
+    if not found.candidates:
+        return cut_lines(
+            ["no plan" + (f": {found.finding.problem}{cure_text(found.finding)}" if found.finding else "")]
+        )
+    best = found.candidates[0]
+    low, high = best.estimate.seconds_band
+    step = f"step {best.estimate.time.step_seconds:.4g} s ({low:.4g} to {high:.4g}), {best.estimate.summary()}"
+    tries = [f"to try: {piece}" for piece in found.retune]
+    ends = [*tries, f"{format_many(len(found.candidates), 'candidate')} of {found.feasible} that work"]
+    lines = [*head(best.plan, why).splitlines(), *grids_text(best.plan).splitlines(), step, *best.why]
+    return [*cut_lines(lines, SUMMARY_LINES - len(ends)), *ends]

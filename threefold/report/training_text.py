@@ -5,7 +5,7 @@ from typing import Any
 
 from threefold.cost.training_run.training_run import TrainingRun
 from threefold.plan.plan import Plan
-from threefold.report.terminal import table
+from threefold.report.terminal import cut_lines, table
 from threefold.search.sweep import Point
 from threefold.spec.clusters.operations import SOURCES
 from threefold.units import format_count, format_number
@@ -69,3 +69,7 @@ def point_json(point: Point, run: TrainingRun | None) -> dict[str, Any]:
         "verdict": point.verdict,
         "training": run.to_json() if run else None,
     }
+
+
+def training_summary(plan: Plan, found: TrainingRun) -> list[str]:
+    return cut_lines(training_text(plan, found).splitlines())
