@@ -323,6 +323,14 @@ def test_a_member_because_it_was_published_is_not_called_slower_than_the_band() 
     assert why_after(crossing, inside) == "EP between NVLink domains"
 
 
+def test_hidden_exchanges_between_nodes_come_before_bare_ones() -> None:
+    """Twice the model parallelism, with exchanges that another microbatch hides; of the same length as predicted."""
+    base = {"model": "qwen3-30b-a3b", "cluster.chip": "h100", "cluster.gpus": 64, "target": "megatron-bridge"}
+    bare = read_draft({**base, "layout.ep": 32, "layout.pp": 2}).base
+    hidden = read_draft({**base, "layout.ep": 16, "layout.pp": 4, "layout.vpp": 2, "knobs.ep_overlap": True}).base
+    assert [one.plan for one in grouped([priced(bare), priced(hidden)])[0]] == [hidden, bare]
+
+
 def test_a_published_layout_guides_requests_near_to_it() -> None:
     long = {"model": "deepseek-v3", "cluster.chip": "h100", "target": "megatron-bridge", "knobs.precision": "bf16"}
     for gpus, seq_len, cp in ((256, 131_072, 32), (512, 262_144, 64), (256, 65_536, 16)):

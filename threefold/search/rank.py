@@ -129,9 +129,10 @@ class Criterion:
 
 
 def structure(plan: Plan, anchors: Sequence[PublishedLayout]) -> list[Criterion]:
-    """The places of the order that the layout alone decides."""
+    """The places of the order that the layout decides, and whether overlap hides its exchanges."""
     layout = plan.layout
     crossing = [axis for axis in ("tp", "ep") if layout.degree(axis) > 1 and plan.link(axis).link == "network"]
+    hot = len(crossing) - 0.5 * ("ep" in crossing and plan.knobs.ep_overlap)  # hidden is half as bad
     model_parallel = layout.tp * layout.cp * layout.pp
     tensor = LARGE_TP["rack" if plan.cluster.domain_ranks > NODE else "node"]
     distance = min((anchor.distance(plan) for anchor in anchors), default=0.0)
@@ -141,7 +142,7 @@ def structure(plan: Plan, anchors: Sequence[PublishedLayout]) -> list[Criterion]
         Criterion(float(plan.model.is_moe and layout.ep == 1 and layout.tp > 1), "TP before EP"),
         Criterion(float(plan.knobs.data_parallel != "zero1" and not plan.is_vlm), "FSDP"),
         Criterion(max(1, layout.tp / tensor), f"TP {layout.tp}, where {tensor} is enough for most models"),
-        Criterion(len(crossing), f"{' and '.join(axis.upper() for axis in crossing)} between NVLink domains"),
+        Criterion(hot, f"{' and '.join(axis.upper() for axis in crossing)} between NVLink domains"),
         Criterion(model_parallel, f"TP x CP x PP of {model_parallel}"),
     ]
 
