@@ -54,7 +54,7 @@ _OTHER_COMPUTE_KERNELS = re.compile(
 _OWN_KERNELS = re.compile(
     r"^(_fc1_forward|_fc2_backward|_sum_(rows|partials|squares|routing)|_scale|_rotate(_grad)?|_fill_table|_block_ends"
     r"|_(count|rank)_experts|_split_bf16|_weight_amax|_activation_grad|_join_keys(_grad)?|_rotate_tails"
-    r"|_sum_squares_of_many)$"
+    r"|_sum_squares_of_many|_pack_tokens|_unpack_rows)$"
 )
 
 _COMMUNICATION_OPERATORS = re.compile(
