@@ -79,7 +79,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
     "cost/traffic": ({"transfers"}, {"data_parallel", "dispatch"}, {"megatron", "threefold"}, {"by_stack"}),
     "dryrun": (
         {"tracking"},
-        {"simulated", "collective_match", "error_findings", "optimizer_step", "representatives"},
+        {"simulated", "collective_match", "derive_shape", "error_findings", "optimizer_step", "representatives"},
         {"rehearsal_limits"},
         {"rehearse_rank"},
         {"memory_fit"},

@@ -3,11 +3,18 @@
 import argparse
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from threefold.cli.command_line.inputs import print_findings
 from threefold.cli.command_line.out import UsageError, print_json
-from threefold.findings import did_you_mean
+from threefold.dryrun.derive_shape import derive
+from threefold.findings import Finding, FindingsError, did_you_mean
 from threefold.report.terminal import table
+from threefold.safe_files import read_json
+from threefold.spec.derived import SHAPE_FILE, keep_shape, kept_shape
+from threefold.spec.families import BY_TYPE
+from threefold.spec.hf import model_from_config
 from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.models import MODELS
 from threefold.spec.params import count_params
@@ -15,11 +22,13 @@ from threefold.units import format_count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="show one model with its source")
+    parser.add_argument("name", nargs="?", help="show one model with its source, or hf:path of a config.json")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.name and args.name.startswith("hf:"):
+        return _run_file(Path(args.name.removeprefix("hf:")), args.json)
     if args.name and args.name not in MODELS:
         advice = did_you_mean(args.name, MODELS) or "`threefold models` lists those that are known"
         raise UsageError(f"no model {args.name!r}; {advice}")
@@ -38,6 +47,28 @@ def run(args: argparse.Namespace) -> int:
         print(
             "\nActive counts what one text token meets, embedding included. `threefold models NAME` gives the source."
         )
+    return 0
+
+
+def _run_file(path: Path, as_json: bool) -> int:
+    """A model of a config.json. The shape of an unknown type is derived, and kept next to the file."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = read_json(path)
+        is_unknown = isinstance(config, dict) and str(config.get("model_type")) not in BY_TYPE
+        if is_unknown and kept_shape(path.parent, config, "") is None:
+            keep_shape(path.parent, config, derive(path))
+        model = model_from_config(path)
+    except FindingsError as error:
+        return print_findings(error.findings, as_json)
+    except (OSError, ValueError) as error:
+        problem = f"cannot read {path}, or write {SHAPE_FILE} next to it: {error}"
+        advice = "give a folder with a config.json that can be written to"
+        return print_findings([Finding(rule="model-config", at="model", problem=problem, advice=advice)], as_json)
+    if as_json:
+        print_json([_facts(model)])
+    else:
+        print(_details(model))
     return 0
 
 

@@ -8,6 +8,7 @@ from threefold.findings import Finding, shown
 from threefold.plan.data_entries import file_exists, parse_entries, parse_validation
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule
+from threefold.spec.derived import DerivedModel
 from threefold.spec.model import ModelSpec
 from threefold.spec.stacks import LACKS, STACKS, engine_lacks
 from threefold.units import format_many
@@ -21,7 +22,7 @@ def stack_runs_family(plan: Plan) -> Iterator[Finding]:
     Confirm: the family of the model in `threefold models`.
     Fix: another target, or wait for the family.
     """
-    if plan.model.family in STACKS[plan.target].families:
+    if plan.model.family in STACKS[plan.target].families or isinstance(plan.model, DerivedModel):
         parts = LACKS[plan.target](plan.model)
         yield from (Finding(at="model", problem=problem, advice=advice) for problem, advice in parts)
         return

@@ -52,6 +52,7 @@ def layer_flops(model: ModelSpec, layer: Layer, seq_len: int, old: bool = False)
     h, moe = model.dim, model.moe
     matrices = 3 if model.glu and not (old and model.activation != "silu") else 2
     projections, attention = _mixer(model, layer, seq_len, old)
+    projections = max(0.0, projections + 2.0 * model.unlisted / model.num_layers)
     ffn = shared = router = 0.0
     if layer.ffn == "dense":
         ffn = 2.0 * matrices * h * model.dense_dim

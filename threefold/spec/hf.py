@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from threefold.fields import MAX_INT, MAX_LAYERS
 from threefold.findings import Finding, FindingsError, did_you_mean
 from threefold.safe_files import read_json
+from threefold.spec.derived import kept_shape
 from threefold.spec.families import BY_TYPE, FAMILIES
 from threefold.spec.families.qwen_vision import read_encoder, write_encoder
 from threefold.spec.family import Family, Fields, Parts
@@ -32,7 +33,23 @@ def model_from_config(path: Path) -> ModelSpec:
         raise _refuse(f"cannot read {path}: {error}", "give a folder or file with a JSON configuration") from None
     if not isinstance(config, dict):
         raise _refuse(f"{path} holds no JSON object", "give a Hugging Face config.json")
-    return model_from_dict(config, name=path.parent.name or path.stem, source=str(path))
+    name = path.parent.name or path.stem
+    if str(config.get("model_type")) not in BY_TYPE and (model := _derived(path, config, name)) is not None:
+        return model
+    return model_from_dict(config, name=name, source=str(path))
+
+
+def _derived(path: Path, config: Fields, name: str) -> ModelSpec | None:
+    """The model of a shape that was kept next to the file; a damaged one is none."""
+    model = kept_shape(path.parent, config, name)
+    try:
+        if model is not None:
+            check_sizes(model)
+            check_heads(model)
+            check_routing(model)
+    except (TypeError, ValueError):
+        return None
+    return model
 
 
 def model_from_dict(config: Fields, name: str, source: str) -> ModelSpec:
@@ -40,7 +57,8 @@ def model_from_dict(config: Fields, name: str, source: str) -> ModelSpec:
     kind = config.get("model_type")
     family = BY_TYPE.get(str(kind))
     if family is None:
-        advice = did_you_mean(str(kind), BY_TYPE) or f"supported: {', '.join(sorted(BY_TYPE))}"
+        near = did_you_mean(str(kind), BY_TYPE) or f"supported: {', '.join(sorted(BY_TYPE))}"
+        advice = f"{near}; `threefold models hf:PATH` derives a shape to plan with from transformers' class"
         raise _refuse(f"model_type {reprlib.repr(kind)} is not supported", advice)
     try:
         model = read_config(config, family, name, source)
@@ -111,8 +129,10 @@ def check_sizes(spec: Any, at: str = "") -> None:
             if not all(number > 0 and math.isfinite(number) for number in value):
                 raise ValueError(f"{name} is {reprlib.repr(value)}, not positive numbers")
         elif hint is int or (hint == int | None and value is not None):
-            least = 1 if f.default is MISSING else 0
-            _check_size(name, value, least, most=MAX_LAYERS if f.name.endswith("layers") else MAX_INT)
+            least, most = 1 if f.default is MISSING else 0, MAX_LAYERS if f.name.endswith("layers") else MAX_INT
+            if f.name == "other_params":  # a difference of two counts
+                least, most = -(MAX_INT**2), MAX_INT**2
+            _check_size(name, value, least, most)
         elif hint is float and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} is {value}, not a positive number")
 

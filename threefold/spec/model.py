@@ -304,6 +304,11 @@ class ModelSpec:
     approximate: str = ""  # what in these facts was inferred, in words
 
     @property
+    def unlisted(self) -> int:
+        """Parameters of layers that no part names; `spec/derived.py` has models with some."""
+        return 0
+
+    @property
     def is_moe(self) -> bool:
         return self.moe is not None
 

@@ -57,7 +57,7 @@ def count_params(model: ModelSpec, mtp_layers: int | None = None) -> Params:
     return Params(
         embedding=table,
         head=0 if model.tied else table + (model.vocab if model.head_bias else 0),
-        mixers=sum(mixer_params(model, layer) for layer in layers),
+        mixers=sum(mixer_params(model, layer) for layer in layers) + model.unlisted % model.num_layers,
         dense=sum(layer.ffn == "dense" for layer in layers) * dense_params(model),
         experts=moe_layers * moe.num_experts * expert_params(model) if moe else 0,
         shared=moe_layers * shared_params(model),
@@ -80,6 +80,11 @@ def layer_params(model: ModelSpec, layer: Layer) -> int:
 
 
 def mixer_params(model: ModelSpec, layer: Layer) -> int:
+    """The mixer of one layer, and the layer's share of what no part names."""
+    return _listed_mixer(model, layer) + model.unlisted // model.num_layers
+
+
+def _listed_mixer(model: ModelSpec, layer: Layer) -> int:
     full = model.attention
     if layer.mixer == "attention" and full:
         return _mla(full, model.dim) if isinstance(full, MlaSpec) else _gqa(full, model.dim)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from threefold.spec.derived import DerivedModel
 from threefold.spec.families import FAMILIES
 from threefold.spec.megatron import bridge_releases
 from threefold.spec.model import MlaSpec, ModelSpec
@@ -52,7 +53,10 @@ ENGINE_ROPE_SCALING = ("yarn", "llama3", "linear", "dynamic", "longrope", "propo
 def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
     """What our own engine lacks for a model: a problem and an advice for each part. The engine itself asks here too."""
     families = STACKS["threefold"].families
-    if model.family not in families:
+    if isinstance(model, DerivedModel):
+        parts = ", ".join(model.parts[:6])
+        yield f"the engine has no {model.family} model: its layers have {parts}", "plan it for target megatron-bridge"
+    elif model.family not in families:
         yield f"the engine has no {model.family} model", f"choose one of {', '.join(sorted(families))}"
     if isinstance(model.attention, MlaSpec) and (indexer := model.attention.indexer):
         if indexer.is_reused:

@@ -7,6 +7,7 @@ from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.rules.base import rule, without
 from threefold.spec.candidates import FLEX
+from threefold.spec.derived import DerivedModel
 from threefold.spec.megatron import BridgeRelease, bridge_releases, release_of
 from threefold.spec.model import MlaSpec, ModelSpec
 from threefold.spec.stacks import CORE_CONFIG
@@ -46,6 +47,8 @@ _OF_TEXT = {"gemma4": "Gemma4ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM
 
 
 def _has_bridge(release: BridgeRelease, model: ModelSpec) -> bool:
+    if isinstance(model, DerivedModel):
+        return model.architecture in release.architectures
     of_text = _OF_TEXT.get(model.family) if model.vision is None else None
     return model.family in release.families and (of_text is None or of_text in release.architectures)
 
