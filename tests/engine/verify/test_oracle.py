@@ -224,4 +224,4 @@ def test_dp_carries_gradients_of_all_but_experts(trained: str, axes: set[str]) -
     [chosen] = [one for one in CASES if one.name == "ep"]
     one = seen(gradients=owned(trained, [1.0] * 4), weights=owned(trained, [1.0] * 4), states=[])
     problems = compare_results(chosen.plan, one, [one]).problems
-    assert {problem.rpartition(" ")[2] for problem in problems if "travelled" in problem} == axes
+    assert {problem.rpartition(" ")[2] for problem in problems if "traveled" in problem} == axes
