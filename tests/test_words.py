@@ -50,7 +50,7 @@ LEFT = {
     "api": 47,
     "cli": 183,
     "compare": 126,
-    "cost": 430,
+    "cost": 427,
     "diagnose": 125,
     "dryrun": 62,
     "engine": 8,
