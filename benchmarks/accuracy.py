@@ -283,11 +283,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
-    """Throughput and memory, predicted against measured, one colour a system."""
+    """Throughput and memory, predicted against measured, one color a system."""
     import matplotlib.pyplot as plt
 
     systems = {row["id"]: row["system"] for row in rows}
-    colours = {name: f"C{i}" for i, name in enumerate(sorted({s for s in systems.values() if s}))}
+    colors = {name: f"C{i}" for i, name in enumerate(sorted({s for s in systems.values() if s}))}
     figure, axes = plt.subplots(1, 2, figsize=(11, 5))
     for axis, name, label in zip(
         axes, ("tflops_per_gpu", "peak_gib"), ("TFLOP/s per GPU", "peak memory, GiB"), strict=True
@@ -296,7 +296,7 @@ def plot(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
         for system in sorted({systems[row["id"]] for row in points}):
             mine = [row for row in points if systems[row["id"]] == system]
             measured, predicted = [r["measured"] for r in mine], [r["predicted"] for r in mine]
-            axis.scatter(measured, predicted, s=22, alpha=0.8, color=colours[system], label=system)
+            axis.scatter(measured, predicted, s=22, alpha=0.8, color=colors[system], label=system)
         low = 0.8 * min(row["measured"] for row in points)
         high = 1.15 * max(max(row["measured"], row["predicted"]) for row in points)
         axis.plot([low, high], [low, high], color="0.3", linewidth=1)
@@ -306,7 +306,7 @@ def plot(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
         which = "throughput" if name == "tflops_per_gpu" else "memory"
         axis.set_title(f"{which}: {len(points)} rows, mean error {result[which]['mean_abs_pct']:.1f} %", fontsize=11)
         axis.legend(frameon=False)
-    figure.suptitle("Predicted against published runs; grey: 20 % off", fontsize=12)
+    figure.suptitle("Predicted against published runs; gray: 20 % off", fontsize=12)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

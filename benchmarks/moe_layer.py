@@ -7,7 +7,7 @@ python benchmarks/moe_layer.py [--cases qwen3-16k ...] [--precision bf16 fp8-blo
 Forward and backward, from tokens and their experts (or rows already sorted) to the layer's output, with the gradients
 of input, router weights and expert weights: sorting is in, the router is not, on all sides. They take turns at every
 run, back and forth, so that all see the same clocks: a GPU at the limit of its power is as slow as the last second has
-made it, whoever ran then. A ratio is their time over ours in bf16. In FP8 weights are quantised beforehand, as once an
+made it, whoever ran then. A ratio is their time over ours in bf16. In FP8 weights are quantized beforehand, as once an
 optimizer step is enough; what that takes is said beside. Saved: bytes a token that the forward leaves for the backward,
 the layer's input included (in FP8 a copy in one byte is kept in its place), its output not. As dense products: the
 layer's six products with one weight for all rows, and nothing before, between or behind them. With `--router` whole

@@ -89,7 +89,7 @@ def network(bits_per_second: float | None) -> Iterator[list[str]]:
             _do(*inside, "ip", "link", "set", "tf0", "up")
             _do(*inside, "ip", "link", "set", "lo", "up")
             if bits_per_second is not None:
-                # A small bucket: what one saves up while the link idles goes at once, which favours no overlap.
+                # A small bucket: what one saves up while the link idles goes at once, which favors no overlap.
                 rate = ("rate", f"{int(bits_per_second)}bit", "burst", "32kb", "limit", "8mb")
                 _do(*inside, "tc", "qdisc", "add", "dev", "tf0", "root", "tbf", *rate)
         yield names

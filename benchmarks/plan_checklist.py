@@ -49,7 +49,7 @@ def row(request: Request, target: str) -> str:
     assert group is not None
     plan, guess = best.plan, best.estimate
     faults = [*checklist(found), *_milder(request, target, best), *_with_ep(request, target, best)]
-    faults += neighbour(request, target, plan)
+    faults += neighbor(request, target, plan)
     top = guess.device_bytes_band[1] / plan.chip.memory_bytes
     told = [f"{degrees_text(plan)}, microbatch {plan.job.micro_batch}", plan.knobs.precision, knobs_text(plan)]
     size = f"{group.size}" + (f", the fastest {group.fastest:+.0%}" if group.fastest > 0.05 else "")
@@ -107,7 +107,7 @@ def _with_ep(request: Request, target: str, best: Candidate) -> Iterator[str]:
         yield f"no EP: {degrees_text(spread[0].plan)} takes {longer:.0%} longer"
 
 
-def neighbour(request: Request, target: str, plan: Plan) -> Iterator[str]:
+def neighbor(request: Request, target: str, plan: Plan) -> Iterator[str]:
     """Whether half the length gets the same degrees, but for CP; and why it does not."""
     model, gpus, chip, seq_len = request
     near = ask((model, gpus, chip, seq_len // 2), target, 1)

@@ -13,7 +13,7 @@ import threefold
 
 PACKAGE = Path(threefold.__file__).parent
 MAX_MODULES = 20
-# Lowest first. A part imports itself and lower levels, never a neighbour on its own level.
+# Lowest first. A part imports itself and lower levels, never a neighbor on its own level.
 LEVELS = (
     {"notebook"},
     {"units", "findings", "fields", "safe_files", "inert_pickle"},

@@ -174,7 +174,7 @@ def test_pictures(trace: Path, tmp_path: Path, suffix: str, begins: bytes, capsy
 
 def test_parts_of_a_bar_add_up_to_the_span(trace: Path) -> None:
     pytest.importorskip("matplotlib")
-    from threefold.profile.analyse import profile_traces
+    from threefold.profile.analyze import profile_traces
     from threefold.report.plots import time_by_part
 
     top = profile_traces([trace]).top

@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not: colours, and a line that says that a command is at work."""
+"""What a terminal gets and a pipe does not: colors, and a line that says that a command is at work."""
 
 import io
 import os
@@ -10,7 +10,7 @@ import pytest
 from repository import ROOT
 
 from threefold.cli.command_line.out import Out
-from threefold.cli.command_line.terminal_line import QUIET_SECONDS, WorkingLine, coloured, uses_colour
+from threefold.cli.command_line.terminal_line import QUIET_SECONDS, WorkingLine, colored, uses_color
 from threefold.cli.main import SHOWN_AT_WORK, VERBS
 
 WORDS = ["check", "recipes/deepseek-v3-128k-256xh100-fp8.toml", "layout.ep=48"]
@@ -38,7 +38,7 @@ def on_a_terminal(**changes: str) -> str:
     return said.decode()
 
 
-def test_findings_have_colours_on_a_terminal_only() -> None:
+def test_findings_have_colors_on_a_terminal_only() -> None:
     assert "\x1b[1;31merror\x1b[0m[ep-divides-experts]" in on_a_terminal()
     assert "\x1b[1;31m" not in on_a_terminal(NO_COLOR="1")
     assert "\x1b" not in on_a_terminal(TERM="dumb")
@@ -49,10 +49,10 @@ def test_findings_have_colours_on_a_terminal_only() -> None:
     assert "error[ep-divides-experts]" in done.stdout
 
 
-def test_only_heads_of_findings_are_coloured() -> None:
+def test_only_heads_of_findings_are_colored() -> None:
     text = "error[a-b] x: y\n  fix: layout.ep=1\nan error[a] inside\n"
-    assert coloured(text) == "\x1b[1;31merror\x1b[0m[a-b] x: y\n  \x1b[32mfix:\x1b[0m layout.ep=1\nan error[a] inside\n"
-    assert coloured("nothing here\n") == "nothing here\n"
+    assert colored(text) == "\x1b[1;31merror\x1b[0m[a-b] x: y\n  \x1b[32mfix:\x1b[0m layout.ep=1\nan error[a] inside\n"
+    assert colored("nothing here\n") == "nothing here\n"
 
 
 class Terminal(io.StringIO):
@@ -63,10 +63,10 @@ class Terminal(io.StringIO):
 def test_no_color_counts_only_where_it_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "")
-    assert uses_colour(Terminal())
-    assert not uses_colour(io.StringIO())
+    assert uses_color(Terminal())
+    assert not uses_color(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not uses_colour(Terminal())
+    assert not uses_color(Terminal())
 
 
 def test_the_working_line_comes_late_and_goes_before_output() -> None:

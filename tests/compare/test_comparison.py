@@ -19,7 +19,7 @@ from threefold.findings import FindingsError
 from threefold.plan.file import dump_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.report.compare.comparison_text import comparison_text, seconds_text
 
 

@@ -43,7 +43,7 @@ def test_an_emulated_output_layer_gains_nothing() -> None:
 def test_two_bytes_for_each_weight_of_the_output_layer(fields: dict[str, int], ranks: int) -> None:
     plain = build({**ONE, **fields})
     output = change(plain, {"knobs.fp8_output": True})
-    before, after = (memory(plan).worst.terms["quantised_weights"] for plan in (plain, output))
+    before, after = (memory(plan).worst.terms["quantized_weights"] for plan in (plain, output))
     assert after - before == 2 * 151_936 * 2048 / ranks
     sharded = change(output, {"knobs.data_parallel": "fsdp"})
-    assert memory(sharded).worst.terms["quantised_weights"] == 0
+    assert memory(sharded).worst.terms["quantized_weights"] == 0

@@ -32,7 +32,7 @@ from threefold.spec.model import Layer
 from threefold.units import GIB
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-STATES = ("weights", "gradients", "optimizer", "quantised_weights")
+STATES = ("weights", "gradients", "optimizer", "quantized_weights")
 ACTIVATIONS = ("norms", "attention", "mlp", "router", "dispatch", "experts", "shared_experts", "embedding", "logits")
 
 QWEN = {"model": "qwen3-30b-a3b", "target": "megatron-bridge", "cluster.chip": "h100", "job.global_batch": 1024}
@@ -79,7 +79,7 @@ def test_published_peak_of_qwen3_30b() -> None:
     assert memory(plan).peak_bytes / GIB == pytest.approx(62.166, rel=0.03)  # what the issue asks for
 
 
-def test_deepseek_v3_without_optimisations() -> None:
+def test_deepseek_v3_without_optimizations() -> None:
     """PP 4 VPP 4 EP 64 on 256 GPUs: published as 199.5 without a unit, from another analytic model.
 
     Read as GiB, the unit of allocators. Shape and dtypes are unsaid too, so 15 % is as sharp as it gets.
@@ -446,7 +446,7 @@ def test_own_engine_keeps_narrow_weights_for_both_sides_of_a_product() -> None:
     attention = 2048 * 128 * (32 + 4 + 4 + 32)
     experts = 16 * 3 * 2048 * 768
     terms = memory(build({**OWN, "knobs.precision": "fp8-blockwise"})).worst.terms
-    assert terms["quantised_weights"] == pytest.approx(2 * 4 * (attention + experts), rel=1e-3)
+    assert terms["quantized_weights"] == pytest.approx(2 * 4 * (attention + experts), rel=1e-3)
 
 
 def test_tensor_parallel_leaves_the_way_down_of_mla_whole() -> None:

@@ -213,7 +213,7 @@ def test_an_mtp_depth_is_in_the_terms_of_its_layers() -> None:
     layer = layer_time(deep, deep.model.mtp_depth[0], RATES)
     before, after = (step_time(plan, RATES).terms for plan in (without, deep))
     scale = deep.num_microbatches * RATES.drift.get(deep.stack.release or "", 1.0)
-    for name in ("experts", "attention", "elementwise", "quantise", "tp", "ep", "host"):
+    for name in ("experts", "attention", "elementwise", "quantize", "tp", "ep", "host"):
         assert after[name] - before[name] == pytest.approx(scale * getattr(layer, name), abs=1e-9)
     assert after["loss"] == pytest.approx(2 * before["loss"])
     assert layer.gemm < (after["gemm"] - before["gemm"]) / scale < 2 * layer.gemm

@@ -107,7 +107,7 @@ MUON = {"job__optimizer": "muon", "job__seq_len": 16, "job__global_batch": 4}
     ("model", "more"),
     [
         ("tiny-deepseek-v3", {"layout__tp": 2, "layout__ep": 2, "layout__etp": 2}),
-        ("tiny-qwen3-moe", {"layout__tp": 4, "layout__ep": 2}),  # two key heads: neighbours hold the same one
+        ("tiny-qwen3-moe", {"layout__tp": 4, "layout__ep": 2}),  # two key heads: neighbors hold the same one
         pytest.param(
             "tiny-qwen3-moe",
             {"layout__tp": 2, "layout__etp": 2, "knobs__data_parallel": "fsdp"},

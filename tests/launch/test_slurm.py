@@ -190,7 +190,7 @@ def test_the_script_does_not_repeat_a_finding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sign", "more"), [(signal.SIGUSR1, ["requeue 41"]), (signal.SIGTERM, [])])
 def test_the_script_saves_before_its_time_is_over(tmp_path: Path, sign: signal.Signals, more: list[str]) -> None:
-    """Its notice brings it back into the queue; being cancelled does not."""
+    """Its notice brings it back into the queue; being canceled does not."""
     job = batch_job(tmp_path, WAITS)
     until((tmp_path / "rank").exists)
     job.send_signal(sign)

@@ -123,7 +123,7 @@ def links(layout: Layout, chip: str) -> dict[str, tuple[int, str]]:
 
 
 def test_links_of_h100() -> None:
-    # Domains of 8: an EP group of 32 neighbours has 8 of them in its first domain; stages are 32 ranks apart.
+    # Domains of 8: an EP group of 32 neighbors has 8 of them in its first domain; stages are 32 ranks apart.
     layout = Layout(pp=8, cp=32, ep=32, gpus=256)
     assert links(layout, "h100") == {"pp": (1, "network"), "cp": (8, "network"), "ep": (8, "network")}
     assert links(Layout(tp=4, ep=8, gpus=16), "h100") == {
@@ -157,8 +157,8 @@ def test_the_first_group_speaks_for_all(layout: Layout, domain: int) -> None:
     for axis in AXES:
         link = axis_link(layout, axis, domain)
         for group in layout.groups(axis):
-            neighbours = [rank for rank in group if rank // domain == group[0] // domain]
-            assert len(neighbours) == link.in_domain
+            neighbors = [rank for rank in group if rank // domain == group[0] // domain]
+            assert len(neighbors) == link.in_domain
 
 
 @pytest.mark.parametrize(

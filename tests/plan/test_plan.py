@@ -23,7 +23,7 @@ from threefold.fields import Field
 from threefold.findings import FindingsError, as_override
 from threefold.layout.stages import format_stages
 from threefold.plan.file import dump_fields, dump_plan, parse_overrides, read_plan
-from threefold.plan.parse import Parsed, change, free_findings, normalise, parse
+from threefold.plan.parse import Parsed, change, free_findings, normalize, parse
 from threefold.plan.plan import Plan
 from threefold.plan.schema import plan_schema
 from threefold.plan.table import AUTO, FIELDS, FREE
@@ -715,10 +715,10 @@ def test_an_override_is_read_as_it_was_written(path: str, data: st.DataObject) -
     words = shlex.split(as_override(path, value))
     fields, wrong = parse_overrides(words)
     assert not wrong
-    assert normalise(fields) == normalise({path: value})
+    assert normalize(fields) == normalize({path: value})
     json_fields, wrong = parse_overrides([f"{path}={json.dumps(value, ensure_ascii=False)}"])
     assert not wrong
-    assert normalise(json_fields) == normalise({path: value})
+    assert normalize(json_fields) == normalize({path: value})
 
 
 def test_what_could_be_read_is_judged_beside_what_could_not() -> None:

@@ -6,7 +6,7 @@ import pytest
 from traces import NCCL, annotation, kernel, launch, operator, write_trace
 
 from threefold.layout.degrees import Layout
-from threefold.profile.analyse import read_trace
+from threefold.profile.analyze import read_trace
 from threefold.profile.measure import measure_devices
 
 

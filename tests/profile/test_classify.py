@@ -7,7 +7,7 @@ import pytest
 from repository import ROOT
 from traces import GEMM, NCCL, OPAQUE, annotation, device_annotation, kernel, launch, operator, write_trace
 
-from threefold.profile.analyse import profile_traces, read_trace
+from threefold.profile.analyze import profile_traces, read_trace
 from threefold.profile.classify import EVIDENCE, classify
 from threefold.profile.kernel_names import CLASSES, kernel_class, operator_class
 

@@ -6,7 +6,7 @@ import pytest
 from traces import annotation, operator, write_trace
 
 from threefold.layout.degrees import Layout
-from threefold.profile.analyse import profile_traces, read_trace
+from threefold.profile.analyze import profile_traces, read_trace
 from threefold.profile.measure import DeviceWalls, measure_devices
 
 PROGRAM, BACKEND = 100, 300  # threads

@@ -14,7 +14,7 @@ from traces import GEMM, NCCL, NsightExport, annotation, copy, kernel, launch, m
 import threefold.profile.readers.json_events as json_events
 import threefold.profile.readers.text_stream as text_stream
 from threefold.findings import Finding, FindingsError
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 
 
 def refused(path: Path) -> Finding:

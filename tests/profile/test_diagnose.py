@@ -10,7 +10,7 @@ from traces import GEMM, H200, NCCL, Event, copy, kernel, launch, memory_event, 
 from threefold.plan.file import read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import Profile, profile_traces
+from threefold.profile.analyze import Profile, profile_traces
 from threefold.remedies.catalogue import BY_NAME
 from threefold.report.profile import profile_text
 

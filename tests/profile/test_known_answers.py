@@ -21,7 +21,7 @@ from traces import (
     write_trace,
 )
 
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.profile.measure import DeviceWalls
 from threefold.report.profile import profile_text
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from traces import GEMM, NCCL, OPAQUE, NsightExport
 
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.units import GIB
 
 

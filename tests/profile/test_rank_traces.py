@@ -10,7 +10,7 @@ from command_line import run
 from traces import GEMM, NCCL, Event, NsightExport, annotation, kernel, write_trace
 
 from threefold.layout.degrees import Layout
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.profile.ranks.fingerprints import missing
 from threefold.profile.ranks.job import JobTrace
 

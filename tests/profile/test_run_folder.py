@@ -9,7 +9,7 @@ from repository import ROOT
 from traces import GEMM, NCCL, annotation, kernel, write_trace
 
 from threefold.findings import FindingsError
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 
 RECIPE = ROOT / "recipes" / "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap.toml"
 

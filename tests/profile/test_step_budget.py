@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from traces import GEMM, NCCL, Event, NsightExport, annotation, copy, kernel, launch, stream_wait, write_trace
 
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.profile.ranks.job import JobTrace, ceiling
 
 PACK = "void transformer_engine::permute_kernel<float>"

@@ -22,7 +22,7 @@ from threefold.findings import FindingsError, as_overrides
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.remedies.advise import Advice
 from threefold.report.html.plan_view import view_plan
 from threefold.rules.all import advice, blockers, judge

@@ -14,7 +14,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.rules.all import check
 from threefold.search.knobs import precisions
-from threefold.search.neighbours import comparisons
+from threefold.search.neighbors import comparisons
 from threefold.search.space import read_draft
 
 FUSED, BIASED, DENSE = "qwen3-30b-a3b", "gpt-oss-20b", "llama3-8b"
@@ -115,7 +115,7 @@ def test_emulated_experts_are_no_faster_than_in_bf16(model: str, precision: str,
     low, wide = terms(precision), terms("bf16")
     assert low["experts"] == wide["experts"]
     assert low["elementwise"] >= wide["elementwise"]
-    assert low["quantise"] > 0
+    assert low["quantize"] > 0
     assert terms(precision, "megatron-bridge")["experts"] < terms("bf16", "megatron-bridge")["experts"]
 
 

@@ -9,7 +9,7 @@ from threefold.findings import Finding
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import check, errors, promoted
-from threefold.search.neighbours import comparisons
+from threefold.search.neighbors import comparisons
 from threefold.search.search import search
 from threefold.spec.candidates import GRAPH_CANDIDATES
 

@@ -20,7 +20,7 @@ from threefold.plan.table import FIELDS
 from threefold.remedies.recompute_sets import selective_sets
 from threefold.rules.all import check, errors
 from threefold.search.explore import is_last_resort, with_balanced_stages
-from threefold.search.neighbours import attempt
+from threefold.search.neighbors import attempt
 from threefold.search.price import Priced, Pricer
 from threefold.search.published_layouts import nearest_published, published_layouts
 from threefold.search.rank import LITTLE_ROOM, are_told_apart, grouped, why_after
@@ -113,7 +113,7 @@ def test_the_answer_is_fast_and_complete_at_1024_gpus() -> None:
     assert found.priced < found.searched / 100  # what makes it fast; benchmarks/search.py has the seconds
 
 
-def test_the_best_is_ranked_with_its_neighbourhood(small: SearchResult) -> None:
+def test_the_best_is_ranked_with_its_neighborhood(small: SearchResult) -> None:
     check_candidates(small, SMALL)
     said = " ".join(small.candidates[0].why)
     assert "selective-before-full" in said

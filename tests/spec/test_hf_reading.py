@@ -166,7 +166,7 @@ def test_latent_attention_that_the_engine_has_not_is_said() -> None:
         ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ],
 )
-def test_what_is_not_honoured_is_refused_by_name(model_type: str, changes: dict[str, Any], said: str) -> None:
+def test_what_is_not_honored_is_refused_by_name(model_type: str, changes: dict[str, Any], said: str) -> None:
     assert said in refused(model_type, **changes)
 
 

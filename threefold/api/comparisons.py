@@ -18,7 +18,7 @@ from threefold.diagnose.redact import Redactor
 from threefold.findings import Finding, FindingsError
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import Profile, profile_traces, read_trace
+from threefold.profile.analyze import Profile, profile_traces, read_trace
 from threefold.profile.readers.run_record import is_run_folder, read_run
 from threefold.spec.chips import ChipSpec
 

@@ -24,7 +24,7 @@ from threefold.machine.finetune.plan_finetune import (
     resume_finetune,
 )
 from threefold.plan.file import dump_fields, read_plan
-from threefold.plan.parse import normalise
+from threefold.plan.parse import normalize
 from threefold.plan.plan import Plan
 from threefold.profile.readers.run_record import CONTRACT, RunRecord
 from threefold.toml_file import load_toml
@@ -68,7 +68,7 @@ def finetune(
 
 def plan_finetuning(checkpoint: Path, data: Sequence[str], request: Request) -> FinetunePlan:
     """The plan of a new run, or of the one in the folder if the same call began it."""
-    given, findings = normalise(dict(request.overrides or {}))
+    given, findings = normalize(dict(request.overrides or {}))
     if findings:
         raise FindingsError(findings)
     if "model" in given:
@@ -158,7 +158,7 @@ def _plan_of(draft: Path) -> Plan:
 
 def _draft_fields(path: Path) -> dict[str, Any]:
     raw, findings = load_toml(path)
-    fields, more = normalise(raw)
+    fields, more = normalize(raw)
     if findings or more:
         raise FindingsError([*findings, *more])
     return fields

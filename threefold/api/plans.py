@@ -16,7 +16,7 @@ from threefold.cost.training_run.training_run import TrainingRun, training_run
 from threefold.findings import Finding, Findings, FindingsError, in_order, shown
 from threefold.machine.own_chip_file import NO_CHIP_FILE, priced_here
 from threefold.plan.file import read_plan
-from threefold.plan.parse import Parsed, change, free_findings, normalise, parse
+from threefold.plan.parse import Parsed, change, free_findings, normalize, parse
 from threefold.plan.plan import Plan
 from threefold.rules.all import PREDICTED, blockers, errors, judge, with_fixes
 from threefold.rules.all import check as check_rules
@@ -157,7 +157,7 @@ def sweep(plan: Plan, over: Mapping[str, Sequence[Any]], chip_file: str | None =
     [(path, values)] = over.items()
     settings, findings = [], []
     for value in values:
-        fields, wrong = normalise({path: value})
+        fields, wrong = normalize({path: value})
         settings.append(fields)
         if not (fields or wrong):
             problem = f"{shown(value)} sets no field of a plan, so there is nothing to vary"

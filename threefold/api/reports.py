@@ -10,7 +10,7 @@ from threefold.api.plans import load_plan, on_measured_chip, open_plan, with_cho
 from threefold.diagnose.run_health import judge_run, slow_ranks_of
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.profile.readers.run_folder import PROFILE, find_traces
 from threefold.profile.readers.run_record import is_run_folder, read_run
 from threefold.report.html.plan_view import view_plan

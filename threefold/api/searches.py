@@ -10,7 +10,7 @@ from threefold.cost.chip_file import read_chip_file
 from threefold.findings import FindingsError, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE, own_chip
 from threefold.plan.file import read_plan
-from threefold.plan.parse import Fields, normalise, parse
+from threefold.plan.parse import Fields, normalize, parse
 from threefold.plan.table import AUTO, FIELDS
 from threefold.rules.all import errors
 from threefold.rules.stacks import target_for
@@ -76,7 +76,7 @@ def fit(fields: Mapping[str, Any], sizes: Sequence[int] = (), chip_file: str | N
 
 def _draft_fields(draft: str | Path | Mapping[str, Any]) -> tuple[Fields, list[Any]]:
     if isinstance(draft, Mapping):
-        return normalise({path: value for path, value in draft.items() if value is not None})
+        return normalize({path: value for path, value in draft.items() if value is not None})
     parsed = read_plan(str(draft))
     return {**parsed.fields, **dict.fromkeys(parsed.free, AUTO)}, list(parsed.findings)
 

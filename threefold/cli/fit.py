@@ -7,7 +7,7 @@ from threefold.cli.command_line.inputs import add_chip_file, print_findings
 from threefold.cli.command_line.out import print_json
 from threefold.findings import in_order
 from threefold.plan.file import parse_overrides
-from threefold.plan.parse import normalise
+from threefold.plan.parse import normalize
 from threefold.report.search import fit_text, verdict_text
 from threefold.rules.all import errors
 from threefold.spec.stacks import TARGETS
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     length = int(args.seq_len) if args.seq_len.isdecimal() else args.seq_len
     flags = {"model": args.model, "cluster.chip": args.chip, "job.seq_len": length, "target": args.target}
     given, wrong = parse_overrides(args.overrides)
-    fields, findings = normalise({path: value for path, value in {**flags, **given}.items() if value is not None})
+    fields, findings = normalize({path: value for path, value in {**flags, **given}.items() if value is not None})
     if errors([*wrong, *findings]):
         return print_findings(in_order([*wrong, *findings]), args.json)
     points = fit(fields, args.gpus, args.chip_file)

@@ -15,7 +15,7 @@ from threefold.cost.chip_file import read_chip_file
 from threefold.findings import Finding, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.file import dump_plan, parse_overrides, read_plan
-from threefold.plan.parse import Fields, normalise
+from threefold.plan.parse import Fields, normalize
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.report.search import search_summary, search_text
@@ -113,14 +113,14 @@ def _tokens(text: str) -> int | str:
 def _draft(args: argparse.Namespace) -> tuple[Fields, list[Finding]]:
     """The fields of the draft, the flags and the overrides, with the defaults of this verb."""
     said = {path: getattr(args, name) for name, path in FLAGS.items()}
-    flags, wrong = normalise({path: value for path, value in said.items() if value is not None})
+    flags, wrong = normalize({path: value for path, value in said.items() if value is not None})
     if args.plan is not None:
         parsed = read_plan(args.plan, args.overrides)
         fields = {**parsed.fields, **dict.fromkeys(parsed.free, AUTO), **flags}
         findings = [*parsed.findings, *wrong]
     else:
         overrides, bad = parse_overrides(args.overrides)
-        given, more = normalise({path: value for path, value in overrides.items() if value is not None})  # null: free
+        given, more = normalize({path: value for path, value in overrides.items() if value is not None})  # null: free
         fields, findings = {**flags, **given}, [*wrong, *bad, *more]
     return fields, findings
 

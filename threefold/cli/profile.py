@@ -11,7 +11,7 @@ from threefold.cli.command_line.out import UsageError, is_written, print_json
 from threefold.findings import in_order
 from threefold.plan.file import read_plan
 from threefold.plan.parse import free_findings
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.report.profile import profile_text
 from threefold.rules.all import errors
 

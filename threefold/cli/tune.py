@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", type=duration, default=480.0, metavar="TIME", help="such as 90s or 8m (8m)")
     parser.add_argument("--trials", type=_count, metavar="N", help="changes to try at most (default: as time allows)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the tuning; the same command goes on in it")
-    parser.add_argument("--seed", type=_seed, metavar="N", help="of initialisation and data (default: the plan's)")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="of initialization and data (default: the plan's)")
     parser.add_argument(
         "--try", dest="tries", action="append", default=[], metavar="path=value", help="a change of your own to try too"
     )

@@ -101,7 +101,7 @@ def _mixed_interval(sides: list[StepSeconds], samples: list[Column]) -> Interval
         interval = median_interval(sample) if side.level == "measured" else side.interval
         if interval is None:
             return None
-        centre = float(np.median(sample)) if side.level == "measured" else side.median
-        relative.append((interval[0] / centre, interval[1] / centre))
+        center = float(np.median(sample)) if side.level == "measured" else side.median
+        relative.append((interval[0] / center, interval[1] / center))
     ratio = float(np.median(samples[1]) / np.median(samples[0]))
     return ratio * relative[1][0] / relative[0][1], ratio * relative[1][1] / relative[0][0]

@@ -26,11 +26,11 @@ Values = NDArray[np.float64]
 
 
 def correlation_length(values: Sequence[float] | Values) -> float:
-    """The integrated autocorrelation time of a series in steps, 1 where neighbours are independent.
+    """The integrated autocorrelation time of a series in steps, 1 where neighbors are independent.
 
     It is computed on ranks, which one outlier cannot dominate. The sum over lags ends at the first lag that is five
     times the sum so far: beyond it there is only noise. Short series look less correlated than they are, so the time
-    is at least that of a first-order process with the correlation of neighbours, corrected for that bias (Kendall,
+    is at least that of a first-order process with the correlation of neighbors, corrected for that bias (Kendall,
     1954).
     """
     series = np.asarray(values, dtype=np.float64)
@@ -38,21 +38,21 @@ def correlation_length(values: Sequence[float] | Values) -> float:
     ranks = np.argsort(np.argsort(series, kind="stable"), kind="stable").astype(np.float64)
     if count < 4 or np.all(series == series[0]):
         return 1.0
-    centred = ranks - ranks.mean()
-    power = np.abs(np.fft.rfft(centred, 2 * count)) ** 2
+    centered = ranks - ranks.mean()
+    power = np.abs(np.fft.rfft(centered, 2 * count)) ** 2
     covariance = np.fft.irfft(power)[:count]
     total = 1.0
     for lag in range(1, count // 2):
         total += 2 * covariance[lag] / covariance[0]
         if lag >= 5 * total:
             break
-    neighbours = (count * covariance[1] / covariance[0] + 1) / (count - 3)
-    first_order = min(max(neighbours, 0.0), 0.98)
+    neighbors = (count * covariance[1] / covariance[0] + 1) / (count - 3)
+    first_order = min(max(neighbors, 0.0), 0.98)
     return float(max(total, (1 + first_order) / (1 - first_order)))
 
 
 def blocks(values: Sequence[float] | Values) -> list[Values]:
-    """The series cut into neighbouring blocks of equal length, each about twice as long as values are correlated."""
+    """The series cut into neighboring blocks of equal length, each about twice as long as values are correlated."""
     series = np.asarray(values, dtype=np.float64)
     length = correlation_length(series)
     size = 1 if length < 1.5 else math.ceil(2 * length)

@@ -26,7 +26,7 @@ from threefold.units import format_bytes
 # The wall that each term of time belongs to.
 WALLS = {
     "communication": ("tp", "cp", "ep", "dp", "bubble"),
-    "compute": ("gemm", "experts", "attention", "elementwise", "quantise", "recompute", "loss", "vision", "optimizer"),
+    "compute": ("gemm", "experts", "attention", "elementwise", "quantize", "recompute", "loss", "vision", "optimizer"),
     "host": ("host", "other", "offload"),
 }
 MEMORY_BOUND = 0.92  # fraction of the chip's memory beyond which memory is the wall

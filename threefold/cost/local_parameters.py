@@ -212,7 +212,7 @@ def _local_parameter(
         return LocalParameter(name, shape, elements, "dp x cp x tp", dp * layout.tp)
     if sharding == _VOCAB:
         return LocalParameter(name, shape, elements // model.vocab * vocab_rows, "dp x cp", dp, layout.tp)
-    if isinstance(sharding, int) and sharding < layout.tp:  # neighbouring ranks hold the same head
+    if isinstance(sharding, int) and sharding < layout.tp:  # neighboring ranks hold the same head
         return LocalParameter(name, shape, elements // sharding, "dp x cp x kv", dp * (layout.tp // sharding), sharding)
     return LocalParameter(name, shape, elements // layout.tp, "dp x cp", dp, layout.tp)
 

@@ -9,7 +9,7 @@ from threefold.diagnose.files import Kind
 from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
 from threefold.findings import Finding, FindingsError
-from threefold.profile.analyse import Profile, profile_traces
+from threefold.profile.analyze import Profile, profile_traces
 from threefold.units import format_many
 
 _MOST = 5

@@ -74,7 +74,7 @@ class Layout:
         return DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
 
     def stride(self, axis: str) -> int:
-        """Distance in rank numbers between neighbours along an axis."""
+        """Distance in rank numbers between neighbors along an axis."""
         axes = self.axes_of(axis)
         return math.prod(self._extent(a) for a in axes[axes.index(axis) + 1 :])
 

@@ -50,8 +50,8 @@ def parse(
     """
     overrides = overrides or {}
     deleted = {path for path, value in overrides.items() if value is None}
-    fields, findings = normalise({path: value for path, value in _flatten(raw) if path not in deleted})
-    changes, more = normalise({path: value for path, value in overrides.items() if value is not None}, fields)
+    fields, findings = normalize({path: value for path, value in _flatten(raw) if path not in deleted})
+    changes, more = normalize({path: value for path, value in overrides.items() if value is not None}, fields)
     for path in deleted:
         fields.pop(aliases.field_of(path), None)
     fields, findings = {**fields, **changes}, findings + more
@@ -112,7 +112,7 @@ def free_findings(free: tuple[str, ...]) -> list[Finding]:
     ]
 
 
-def normalise(raw: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> tuple[Fields, list[Finding]]:
+def normalize(raw: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> tuple[Fields, list[Finding]]:
     """Flatten, resolve aliases, check every value on its own. `before` are the fields that these override."""
     fields: Fields = {}
     findings: list[Finding] = []

@@ -125,7 +125,7 @@ class Job:
         at_most=2**26,
     )
     steps: int = item("optimizer steps", 100, at_least=1, at_most=MAX_INT)
-    seed: int = item("of initialisation and of the order of data", 0, at_least=0, at_most=MAX_INT)
+    seed: int = item("of initialization and of the order of data", 0, at_least=0, at_most=MAX_INT)
     lr: float = item("peak learning rate", 3e-4, at_least=0, at_most=100)
     min_lr: float = item("learning rate at the end, over the peak", 0.1, at_least=0, at_most=1)
     warmup_steps: int = item("steps of linear warm-up", 10, at_least=0, at_most=MAX_INT)
@@ -199,7 +199,7 @@ class Knobs:
     data_parallel: str = item("who shards what over data parallel", "zero1", choices=("zero1", "fsdp", "hsdp"))
     grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)
     permute_fusion: bool = item("fused permutation kernels", True)
-    expert_fusion: bool = item("one fused kernel for an expert's two GEMMs, activation and quantisation", False)
+    expert_fusion: bool = item("one fused kernel for an expert's two GEMMs, activation and quantization", False)
     expert_kernels: str | None = item(
         "kernels of fused experts, of one kind; absent: the fastest that was measured here", choices=EXPERT_KERNELS
     )
@@ -209,7 +209,7 @@ class Knobs:
     )
     loss_fusion: bool = item("cross entropy fused with its gradient, in place", True)
     router_dtype: str = item("dtype of the router", "fp32", choices=("fp32", "bf16"))
-    router_padding: bool = item("pad tokens per expert to what quantised GEMMs want", False)
+    router_padding: bool = item("pad tokens per expert to what quantized GEMMs want", False)
     fp8_params: bool = item("keep weights in the GEMM format, not in bf16", False)
     fp8_attention: bool = item("FP8 inside the attention kernel", False)
     fp8_output: bool = item("the output layer in the GEMM format, not in bf16", False)

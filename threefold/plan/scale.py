@@ -322,5 +322,5 @@ def _cp_comm(knobs: Knobs, layers: int) -> str | tuple[str, ...]:
 
 
 def _domain(plan: Plan, layout: Layout) -> int | None:
-    """The hierarchical kind of context parallelism trades heads inside a domain: of two neighbours here."""
+    """The hierarchical kind of context parallelism trades heads inside a domain: of two neighbors here."""
     return layout.tp * max(1, layout.cp // 2) if _is_hierarchical(plan) else plan.cluster.domain

@@ -4,7 +4,7 @@ MEMORY_TERMS = (
     "weights",
     "gradients",
     "optimizer",
-    "quantised_weights",
+    "quantized_weights",
     "norms",
     "attention",
     "mlp",

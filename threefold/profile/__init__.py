@@ -1,1 +1,1 @@
-"""Measurement: a trace file becomes spans, and spans become walls. `profile/analyse.py` is the way in."""
+"""Measurement: a trace file becomes spans, and spans become walls. `profile/analyze.py` is the way in."""

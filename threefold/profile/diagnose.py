@@ -2,7 +2,7 @@
 
 Memory is the wall where the card is nearly full, as in `threefold estimate`. Else each kind of time is divided by the
 share of the span from which it is a wall (as in an estimate), and the largest is the wall: a third of the span in
-exposed communication weighs more than half of it in compute. `analyse.py` calls `diagnose`.
+exposed communication weighs more than half of it in compute. `analyze.py` calls `diagnose`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """What traces and a run's folder say of the remedies: which are in use, and how much time each of them is about.
 
-`analyse.py` calls `evidence_of`; the advice itself is that of every verb (`rules/fixes.py`).
+`analyze.py` calls `evidence_of`; the advice itself is that of every verb (`rules/fixes.py`).
 """
 
 import re

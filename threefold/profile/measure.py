@@ -3,7 +3,7 @@
 Definitions, for each device: communication is the union of its communication kernels; exposed is the part of that union
 that no compute kernel of any stream covers, so that copies, unknown kernels and idle time hide nothing; the span runs
 from the first to the last device event. Idle time belongs to the host: it is host-bound while the launch of the next
-kernel was not done, and a launch gap afterwards. `analyse.py` calls `measure_devices`.
+kernel was not done, and a launch gap afterwards. `analyze.py` calls `measure_devices`.
 """
 
 import re

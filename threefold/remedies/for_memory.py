@@ -22,7 +22,7 @@ from threefold.remedies.recompute_sets import growing_sets
 from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_tokens
 
-_STATES = ("weights", "gradients", "optimizer", "quantised_weights")
+_STATES = ("weights", "gradients", "optimizer", "quantized_weights")
 _ONE_CHUNK: Changes = {"layout.vpp": 1, "layout.stages": None, "layout.schedule": None}
 MOST_SPREAD = 32  # combinations of degrees that are looked at beside single steps
 _MOST_GPUS_FACTOR = 64  # the statement of what would fit looks no further

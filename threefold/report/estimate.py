@@ -66,7 +66,7 @@ def memory_text(plan: Plan, found: Estimate) -> str:
 
 
 def _folded(stages: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
-    """Runs of neighbours with the same printed numbers, with the name of the run."""
+    """Runs of neighbors with the same printed numbers, with the name of the run."""
     runs: list[list[StageMemory]] = []
     for stage in stages:
         if runs and _printed(runs[-1][0]) == _printed(stage):

@@ -58,7 +58,7 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def pipeline_text(plan: Plan) -> str:
-    """One line a pipeline rank with its chunks; equal neighbours are folded."""
+    """One line a pipeline rank with its chunks; equal neighbors are folded."""
     layout, chunks = plan.layout, plan.chunks
     v_shaped = layout.pipeline_schedule == "dualpipev"
     held: dict[int, list[Chunk]] = {rank: [] for rank in range(layout.pp)}

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from threefold.compare.comparison import Comparison
 from threefold.dryrun.rehearse_plan import Rehearsal
 from threefold.plan.terms import RESERVE_TERMS
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.profile.measure import DeviceWalls
 from threefold.report.compare.comparison_text import seconds_text, verdict_text
 from threefold.report.compare.comparison_text import value_text as field_text
@@ -22,13 +22,13 @@ from threefold.units import GIB
 
 # What the terms of a rank's memory are for; terms named nowhere are activations.
 _GROUPS = {
-    "weights and gradients": ("weights", "quantised_weights", "gradients"),
+    "weights and gradients": ("weights", "quantized_weights", "gradients"),
     "optimizer": ("optimizer",),
     "for a moment": ("recompute", "overlap", "graphs", "workspace"),
     "reserve": tuple(name for name in RESERVE_TERMS if name != "attention_in_graphs"),
 }
 _ORDER = ("weights and gradients", "optimizer", "activations", "for a moment", "reserve")
-_COLOURS = ("#3b5b92", "#7f9ccb", "#d9822b", "#f0c27b", "#c9c9c9")
+_COLORS = ("#3b5b92", "#7f9ccb", "#d9822b", "#f0c27b", "#c9c9c9")
 
 
 def plot_sweep(found: Sweep, path: str) -> None:
@@ -65,8 +65,8 @@ def _throughput(axes: Axes, found: Sweep) -> None:
     # Throughput is the inverse of time: the band of the step turns over.
     low = [r * guess.time.step_seconds / guess.seconds_band[1] for r, (_, guess) in zip(reached, known, strict=True)]
     high = [r * guess.time.step_seconds / guess.seconds_band[0] for r, (_, guess) in zip(reached, known, strict=True)]
-    axes.fill_between(places, low, high, color=_COLOURS[1], alpha=0.3, linewidth=0, label="error band")
-    axes.plot(places, reached, "o-", color=_COLOURS[0], label="predicted")
+    axes.fill_between(places, low, high, color=_COLORS[1], alpha=0.3, linewidth=0, label="error band")
+    axes.plot(places, reached, "o-", color=_COLORS[0], label="predicted")
     for place, value in zip(places, reached, strict=True):
         axes.annotate(
             f"{value:.0f}", (place, value), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9
@@ -83,9 +83,9 @@ def _throughput(axes: Axes, found: Sweep) -> None:
 def _memory(axes: Axes, found: Sweep) -> None:
     """Bars of the fullest stage; hatched where it does not fit."""
     bottoms = [0.0] * len(found.points)
-    for name, colour in zip(_ORDER, _COLOURS, strict=True):
+    for name, color in zip(_ORDER, _COLORS, strict=True):
         heights = [_group(point, name) / GIB for point in found.points]
-        bars = axes.bar(range(len(heights)), heights, 0.6, bottom=bottoms, color=colour, label=name)
+        bars = axes.bar(range(len(heights)), heights, 0.6, bottom=bottoms, color=color, label=name)
         for bar, point in zip(bars, found.points, strict=True):
             if point.estimate and not point.estimate.fits:
                 bar.set_hatch("//")
@@ -127,7 +127,7 @@ def _group(point: Point, name: str) -> float:
 
 
 MAX_DEVICES = 32
-_PART_COLOURS = {
+_PART_COLORS = {
     "compute": "#3b5b92",
     "exposed communication": "#d9822b",
     "unknown": "#a33",
@@ -175,14 +175,14 @@ def _title(found: Profile) -> str:
 
 def _draw_devices(axes: Axes, devices: list[DeviceWalls]) -> None:
     left = [0.0] * len(devices)
-    for name, colour in _PART_COLOURS.items():
+    for name, color in _PART_COLORS.items():
         widths = [time_by_part(device)[name] for device in devices]
-        axes.barh(range(len(devices)), widths, left=left, color=colour, label=name)
+        axes.barh(range(len(devices)), widths, left=left, color=color, label=name)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(devices)), [device.name for device in devices], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of the span")
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize=7, ncols=len(_PART_COLOURS), frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), fontsize=7, ncols=len(_PART_COLORS), frameon=False)
 
 
 def _draw_axes(axes: Axes, top: DeviceWalls) -> None:
@@ -232,9 +232,9 @@ def comparison_figure(found: Comparison) -> Figure:
     title, bars = _bars(found)
     figure = Figure(figsize=(9.0, 1.6 + 0.42 * len(bars)), dpi=130, layout="constrained")
     axes = figure.subplots()
-    for place, (_, start, length, colour) in enumerate(bars):
-        axes.barh(place, length, left=start, color=colour, height=0.62)
-        text = seconds_text(length) if colour == _WHOLE else f"{'+' if length >= 0 else '-'}{seconds_text(abs(length))}"
+    for place, (_, start, length, color) in enumerate(bars):
+        axes.barh(place, length, left=start, color=color, height=0.62)
+        text = seconds_text(length) if color == _WHOLE else f"{'+' if length >= 0 else '-'}{seconds_text(abs(length))}"
         axes.annotate(
             text,
             (max(start, start + length), place),
@@ -253,7 +253,7 @@ def comparison_figure(found: Comparison) -> Figure:
 
 
 def _bars(found: Comparison) -> tuple[str, list[tuple[str, float, float, str]]]:
-    """The title of the axis, and name, start, length and colour of each bar."""
+    """The title of the axis, and name, start, length and color of each bar."""
     if found.seconds is not None:
         title = (
             "seconds of a step" if found.unit == "step" else f"seconds for the work of a step of A, per {found.unit}"
@@ -270,8 +270,8 @@ def _bars(found: Comparison) -> tuple[str, list[tuple[str, float, float, str]]]:
     else:
         raise ValueError("nothing is explained that could be drawn")
     bars, at = [("A", 0.0, before, _WHOLE)], before
-    for name, amount, colour in steps:
-        bars.append((name, at, amount, colour or (_MORE if amount > 0 else _LESS)))
+    for name, amount, color in steps:
+        bars.append((name, at, amount, color or (_MORE if amount > 0 else _LESS)))
         at += amount
     return title, [*bars, ("B", 0.0, after, _WHOLE)]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.profile.measure import DeviceWalls
 from threefold.profile.ranks.fingerprints import own_seconds
 from threefold.profile.ranks.job import JobTrace

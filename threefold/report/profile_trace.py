@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.profile.classify import EVIDENCE
 from threefold.profile.intervals import Union, union
 from threefold.profile.kernel_names import CLASSES, UNKNOWN

@@ -12,7 +12,7 @@ from threefold.report.layout import axes_text, grids_text
 from threefold.report.terminal import MOST_LINES as SUMMARY_LINES
 from threefold.report.terminal import advice_text, cure_text, cut_lines, findings_text, table
 from threefold.search.fit import FitPoint
-from threefold.search.neighbours import Comparison, NextBetter, Trial
+from threefold.search.neighbors import Comparison, NextBetter, Trial
 from threefold.search.search import Candidate, SearchResult
 from threefold.units import GIB, format_bytes, format_many, format_rounded, format_tokens
 

@@ -1,1 +1,1 @@
-"""Judgement: a plan in, findings out, each with a computed fix. One function a rule."""
+"""Judgment: a plan in, findings out, each with a computed fix. One function a rule."""

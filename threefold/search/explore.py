@@ -21,7 +21,7 @@ from threefold.search.published_layouts import PublishedLayout, nearest_publishe
 from threefold.search.rank import PAIR_ERROR, are_told_apart, fastest_of, is_member, pair_band, resort, structure
 from threefold.search.space import Space, layouts, micro_batches
 
-RING_FAVOUR = 0.01  # another kind of context parallelism than the plain ring has to be this much faster
+RING_FAVOR = 0.01  # another kind of context parallelism than the plain ring has to be this much faster
 GRAPH_GAIN = 0.002  # of a microbatch's seconds that graphs have to save
 RACE_EFFORT, WALK_EFFORT = 80.0, 80.0  # estimates of memory: a second or less each
 MOST_CLIMBS = 1000
@@ -236,7 +236,7 @@ def _modes(pricer: Pricer, layout: Layout, size: int, knobs: Knobs, allowed: lis
     ring, key = knobs.cp_comm, (layout.tp, layout.cp, knobs.precision)
     if key not in pricer.cp_comms:
         kinds = [replace(knobs, cp_comm=kind) for kind in context_types(space, layout)]
-        best = min(kinds, key=lambda one: seconds(one) * (1 + RING_FAVOUR * (one.cp_comm != ring)))
+        best = min(kinds, key=lambda one: seconds(one) * (1 + RING_FAVOR * (one.cp_comm != ring)))
         pricer.cp_comms[key] = best.cp_comm
     knobs = replace(knobs, cp_comm=pricer.cp_comms[key])
     for overlap in allowed:

@@ -19,7 +19,7 @@ from threefold.search.explore import Found, Progress, explore
 from threefold.search.impossible import finding
 from threefold.search.knobs import precisions
 from threefold.search.legal import untrained
-from threefold.search.neighbours import Comparison, NextBetter, Trial, comparisons, next_better, sensitivity
+from threefold.search.neighbors import Comparison, NextBetter, Trial, comparisons, next_better, sensitivity
 from threefold.search.price import Priced, Pricer
 from threefold.search.rank import LITTLE_ROOM, Group, complexity, group_of, grouped, why_after
 from threefold.search.refine import heeded, rebuilt, refined

@@ -12,7 +12,7 @@ from typing import Any
 from threefold.findings import Finding, FindingsError
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import parse_stages
-from threefold.plan.parse import Fields, normalise, parse
+from threefold.plan.parse import Fields, normalize, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import AUTO
 from threefold.rules.base import divisors
@@ -62,7 +62,7 @@ def read_draft(fields: Mapping[str, Any], measured: ChipSpec | None = None) -> S
 
     `measured` are facts of a chip file, which hold where the draft is for that chip.
     """
-    found, findings = normalise(fields)
+    found, findings = normalize(fields)
     if any(finding.severity == "error" for finding in findings):
         raise FindingsError(findings)
     given = {path: value for path, value in found.items() if value != AUTO}

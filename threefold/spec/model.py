@@ -62,7 +62,7 @@ class GqaSpec:
     rope_theta: float = 10_000.0
     rope_fraction: float = 1.0
     rope_scaling: RopeScaling | None = None
-    rope_pairs: bool = False  # neighbouring dimensions turn together, not the two halves
+    rope_pairs: bool = False  # neighboring dimensions turn together, not the two halves
     # Interleaved multimodal rotary positions: how many frequencies turn by time, height and width. Empty: one position.
     rope_sections: tuple[int, ...] = ()
 
@@ -96,7 +96,7 @@ class IndexerSpec:
     num_heads: int
     head_dim: int
     top_k: int
-    rope_pairs: bool = False  # neighbouring dimensions turn together, not the two halves
+    rope_pairs: bool = False  # neighboring dimensions turn together, not the two halves
     is_reused: bool = False  # some layers have no indexer and read what one of a layer before them chose
 
 
@@ -113,7 +113,7 @@ class MlaSpec:
     indexer: IndexerSpec | None = None
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    rope_pairs: bool = True  # neighbouring dimensions turn together, not the two halves
+    rope_pairs: bool = True  # neighboring dimensions turn together, not the two halves
 
     @property
     def num_kv_heads(self) -> int:

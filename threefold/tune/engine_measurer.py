@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from threefold.findings import FindingsError
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.tune.measurement import Measurement, Trial, Window
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 then what a measurement may find that no estimate sees.
 
 The loop calls `propose` with the best plan so far. Variables beyond the catalogue's are recompute sets, microbatches,
-kernels and overlaps the other way round, multiprocessors of the dispatcher, and layout neighbours. Each change has the
+kernels and overlaps the other way round, multiprocessors of the dispatcher, and layout neighbors. Each change has the
 gain that the cost model predicts. A change that rules or its label refuse, or that is predicted to lose more than the
 estimate is unsure, is returned as refused, with the reason.
 """
@@ -25,7 +25,7 @@ from threefold.remedies.trial import try_change
 from threefold.rules.all import advice, errors, judge, promoted
 from threefold.rules.base import divisors
 from threefold.rules.layout.batch import can_be_priced
-from threefold.search.neighbours import sensitivity
+from threefold.search.neighbors import sensitivity
 from threefold.tune.labels import Label, label_change
 
 MOST_SETS = 3  # sets of recompute that are proposed, the fastest by estimate
@@ -220,4 +220,4 @@ def _for_every_wall(plan: Plan) -> Iterator[tuple[Changes, str]]:
     if can_be_priced(plan) and plan.layout.gpus > 1:
         for trial in sensitivity(plan, estimate(plan)):
             if trial.effect is not None and "job.micro_batch" not in trial.changes:
-                yield dict(trial.changes), "a neighbour of the layout"
+                yield dict(trial.changes), "a neighbor of the layout"

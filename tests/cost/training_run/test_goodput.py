@@ -57,7 +57,7 @@ def test_waiting_for_repairs_agrees_with_the_simulation(spares: int) -> None:
 
 
 def test_the_interval_is_the_best_one() -> None:
-    """Neighbours are no better, and for rare failures it is Young's square root."""
+    """Neighbors are no better, and for rare failures it is Young's square root."""
     model = model_of(16_384, 50_676.0, write_seconds=0.0)
     interval = best_interval(model)
     best = goodput(model, interval, 0).useful

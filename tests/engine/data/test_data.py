@@ -46,7 +46,7 @@ from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Job
 
 Documents = list[list[int]]
-# Tokens of one document are neighbours of a multiple of 100, so that a label of another document shows.
+# Tokens of one document are neighbors of a multiple of 100, so that a label of another document shows.
 SOME = [[100 * d + t for t in range(n)] for d, n in enumerate([5, 1, 9, 2, 16, 3, 7, 30])]
 # A folder is made a test and shared by its examples; each writes its own file.
 document_lists = st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=20), min_size=1, max_size=12)

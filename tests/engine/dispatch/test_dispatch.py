@@ -52,7 +52,7 @@ def plan_of(layout: Layout, dispatcher: str = "alltoall", seq_len: int = 16) -> 
     return plans.build({"model": "deepseek-v3", "knobs.dispatcher": dispatcher, **degrees, **cluster, **job})
 
 
-def whole_layer(options: Options, favour: int | None = None) -> MoeLayer:
+def whole_layer(options: Options, favor: int | None = None) -> MoeLayer:
     """Integer router weights: with integer tokens its scores are exact, and equal tokens tie on any rank."""
     torch.manual_seed(5)
     layer = MoeLayer(SPEC, DIM, "silu", options).double()
@@ -61,8 +61,8 @@ def whole_layer(options: Options, favour: int | None = None) -> MoeLayer:
     with torch.no_grad():
         layer.router.weight.copy_(torch.randint(-2, 3, (8, DIM)))
         layer.router.bias.copy_(torch.arange(8) / 4)
-        if favour is not None:
-            layer.router.bias[favour : favour + 2] += 100
+        if favor is not None:
+            layer.router.bias[favor : favor + 2] += 100
     return layer
 
 
@@ -100,8 +100,8 @@ def work(rank: int, layout: Layout, plan: Plan, cases: list[Any], standin: Any =
     if standin is not None:
         sys.modules["deep_ep"] = standin()
     mesh, results = Mesh(layout, rank), []
-    for options, favour, x, coefficients in cases:
-        layer, places = shard_layer(whole_layer(options, favour), mesh, plan)
+    for options, favor, x, coefficients in cases:
+        layer, places = shard_layer(whole_layer(options, favor), mesh, plan)
         results.append({**run_layer(layer, layer, x[rank], coefficients[rank]), "places": places})
     return results
 
@@ -139,10 +139,10 @@ def test_experts_on_ranks_equal_one_rank(name: str) -> None:
     """Equal token counts; unequal ones with no token on one rank; all tokens to the experts of one rank."""
     layout, options = LAYOUTS[name], Options(shared_overlap=name == "ep4", expert_backend="loop")
     amounts = [[5] * layout.gpus, [7, 0, 3, 1][: layout.gpus], [0, 4, 2, 5][: layout.gpus]]
-    cases = [(options, favour, *tokens_of(counts)) for favour, counts in zip((None, None, 6), amounts, strict=True)]
+    cases = [(options, favor, *tokens_of(counts)) for favor, counts in zip((None, None, 6), amounts, strict=True)]
     found = run_ranks(layout.gpus, work, layout, plan_of(layout), cases)
-    for number, (_, favour, x, coefficients) in enumerate(cases):
-        layer = whole_layer(Options(), favour)
+    for number, (_, favor, x, coefficients) in enumerate(cases):
+        layer = whole_layer(Options(), favor)
         wanted = run_layer(layer, layer, side_by_side(x), side_by_side(coefficients))
         del wanted["sums"]["entropy"]  # each rank has a microbatch of its own, and a mean over it
         same_as_one_rank([each[number] for each in found], wanted, side_by_side, EXACT)
@@ -214,7 +214,7 @@ WITH_ETP = pytest.param(Layout(ep=2, etp=2, tp=2, gpus=4), marks=pytest.mark.slo
 def test_flex_adapters_equal_one_rank_through_a_stand_in(kind: str, layout: Layout) -> None:
     """The real packages were never run here: this holds the adapters to the documented signatures, no more."""
     dispatcher, standin = STANDINS[kind]
-    cases = [(capacity, favour) for capacity in (None, 0.6) for favour in (None, 6)]
+    cases = [(capacity, favor) for capacity in (None, 0.6) for favor in (None, 6)]
     compare_microbatches(layout, dispatcher, cases, FP32_WEIGHTS, standin)
 
 
@@ -227,10 +227,10 @@ def compare_microbatches(
 ) -> None:
     x, coefficients = tokens_of([8] * layout.gpus)
     options = {c: Options(capacity_factor=c, expert_backend="loop") for c, _ in cases}
-    given = [(options[capacity], favour, x, coefficients) for capacity, favour in cases]
+    given = [(options[capacity], favor, x, coefficients) for capacity, favor in cases]
     found = run_ranks(layout.gpus, work, layout, plan_of(layout, dispatcher), given, standin)
-    for number, (capacity, favour) in enumerate(cases):
-        layer = whole_layer(options[capacity], favour)
+    for number, (capacity, favor) in enumerate(cases):
+        layer = whole_layer(options[capacity], favor)
         pairs = zip(microbatches(x, layout), microbatches(coefficients, layout), strict=True)
         runs = [run_layer(layer, layer, x_BSD, part) for x_BSD, part in pairs]
         sums = {name: sum(run["sums"][name] for run in runs) for name in ("load", "dropped")}

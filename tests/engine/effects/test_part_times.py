@@ -161,7 +161,7 @@ def test_the_summary_is_of_steps_behind_the_warm_up() -> None:
     ]
 
 
-def test_a_run_without_images_is_labelled() -> None:
+def test_a_run_without_images_is_labeled() -> None:
     plan = case("one rank", 1).plan
     times = PartTimes(build(plan, Mesh(plan.layout, 0), with_data=False))
     metrics = dict.fromkeys(part_times.SUMMARY, 1.0)

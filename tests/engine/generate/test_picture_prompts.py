@@ -164,7 +164,7 @@ def test_the_command_answers_about_pictures_and_evaluates_them(
     small = {"model": "tiny-qwen3-vl-moe", "model.num_layers": 2, "job.data": data, "job.packing": True}
     small |= {"job.steps": 1, "job.seq_len": 256, "job.global_batch": 1, "job.micro_batch": 1, "run.image_workers": 0}
     train(tiny_plan(small), tmp_path / "run", lambda text: None)
-    asked = ["sample", str(tmp_path / "run"), "--max-tokens", "3", "--chat", "What colour?", "--json"]
+    asked = ["sample", str(tmp_path / "run"), "--max-tokens", "3", "--chat", "What color?", "--json"]
     answers = []
     for pictures in ([], files[:1], files[1:]):
         assert main([*asked, *(word for file in pictures for word in ("--image", str(file)))]) == 0

@@ -488,7 +488,7 @@ def check_quantized(recipe: str, counts: list[int], x_RK: Any, square: bool) -> 
 
 
 def check_swiglu(recipe: str, counts: list[int], grad_RH: Any, gate_up_RX: Any, weight_R: Any) -> None:
-    """Compare closely: another order of operations may move a value to its FP8 neighbour; the interpreter truncates."""
+    """Compare closely: another order of operations may move a value to its FP8 neighbor; the interpreter truncates."""
     loose = 0.2 if INTERPRETED else 0.01
     for clamped in (False, True):
         both = steps_of(recipe, counts, clamped, grad_RH.device.type)
@@ -542,7 +542,7 @@ def check_kernels(counts: list[int], dim: int, half: int, of: Any, device: str) 
 
 
 def close(found: Any, expected: Any) -> None:
-    """Compare bf16 roundings of the same fp32 sums, neighbours 2**-8 apart beside a tie. The interpreter truncates."""
+    """Compare bf16 roundings of the same fp32 sums, neighbors 2**-8 apart beside a tie. The interpreter truncates."""
     assert found.dtype == expected.dtype == torch.bfloat16
     assert far(found, expected) < (6e-3 if INTERPRETED else 1e-3)
 

@@ -150,7 +150,7 @@ def test_interpreted_adamw(size: int, mix: str) -> None:
     settings = {"lr": rate, "decay": decay, "betas": betas, "eps": eps, "steps": steps}
     adamw_step(value, grad, master, first, second, factor, **settings)
     for found, expected, dtype in ((first, m, state_dtype), (second, v, state_dtype), (master, w, master_dtype)):
-        # Sums of fp32 numbers of size 1, then rounded: on the edge between two neighbours, to either.
+        # Sums of fp32 numbers of size 1, then rounded: on the edge between two neighbors, to either.
         assert torch.allclose(found.double(), expected, atol=1e-6, rtol=1e-6 + 2 * STORED[dtype])
     assert torch.equal(value, master.to(value_dtype))
 
@@ -212,7 +212,7 @@ def test_interpreted_adamw_of_many_tensors_is_that_of_each(kind: str, monkeypatc
 
 @runs
 def test_interpreted_adamw_rounds_masters_to_even_weights() -> None:
-    """1 and 2 grow to the middle between them and their neighbours above, which int16 remainders do not reach."""
+    """1 and 2 grow to the middle between them and their neighbors above, which int16 remainders do not reach."""
     weight = torch.tensor([1.0, -1.0, 2.0, 0.0, float("inf"), float("nan"), 1.5], device=DEVICE).bfloat16()
     remainder = torch.zeros(7, device=DEVICE, dtype=torch.int16)
     before, zero = weight.clone(), torch.zeros(7, device=DEVICE)

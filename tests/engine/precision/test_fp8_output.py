@@ -73,7 +73,7 @@ def test_gradients_are_those_of_quantized_matrices() -> None:
     assert RECIPE.grad_t is not None
     columns_VT, x_DT = quantize(grad_TV.T, RECIPE.grad_t), quantize(x_TD.detach().T, RECIPE.input_t)
     weight_DV = quantize(weight_VD.detach().T, replace(RECIPE.weight, scale="power"))
-    # A softmax whose last bit differs may round to the neighbour in e4m3, one number of thousands.
+    # A softmax whose last bit differs may round to the neighbor in e4m3, one number of thousands.
     assert gap(x_grad, quantize(grad_TV, RECIPE.grad).dequantize() @ weight_DV.dequantize().T) < 1e-3
     assert gap(weight_grad, columns_VT.dequantize() @ x_DT.dequantize().T) < 1e-3
 

@@ -73,7 +73,7 @@ def packed(lengths: Any = LENGTHS) -> Any:
 
 
 def context_group(rank: int, cp: int) -> tuple[Group, Group, Group]:
-    """All ranks, pairs of neighbours, and the ring of pairs."""
+    """All ranks, pairs of neighbors, and the ring of pairs."""
     mesh = Mesh(Layout(cp=cp, gpus=cp), rank)
     inner = mesh.of_ranks("inner", [rank // 2 * 2, rank // 2 * 2 + 1])
     return mesh.group("cp"), inner, mesh.of_ranks("outer", range(rank % 2, cp, 2))
@@ -144,7 +144,7 @@ def test_attention_equals_one_rank_on_8() -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_low_precision_stays_close_to_fp64(dtype: Any, tolerance: float) -> None:
-    """Rounding of 24 and of 8 bits: inputs are alike, outputs and each step of the travelling gradients round."""
+    """Rounding of 24 and of 8 bits: inputs are alike, outputs and each step of the traveling gradients round."""
     check(2, (8, 4), dtype, tolerance)
 
 

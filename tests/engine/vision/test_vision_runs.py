@@ -13,7 +13,7 @@ from threefold.cli.main import main
 from threefold.engine.profiler import PROFILE
 from threefold.engine.run.folder import METRICS
 from threefold.engine.train import train
-from threefold.profile.analyse import profile_traces
+from threefold.profile.analyze import profile_traces
 from threefold.report.profile import profile_text
 
 RECIPE = str(ROOT / "recipes" / "tiny-qwen3-vl-moe-256-4xcpu-fp32-fsdp.toml")

@@ -1,4 +1,4 @@
-"""Weights in and out: bit for bit, quantised checkpoints, and every damaged one refused with a finding."""
+"""Weights in and out: bit for bit, quantized checkpoints, and every damaged one refused with a finding."""
 
 import json
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def test_configuration_says_how_the_router_scores(family: str) -> None:
     assert (config["scoring_func"], config["topk_method"]) == ("sigmoid", "noaux_tc")
 
 
-def test_fp8_blocks_load_dequantised_and_say_so(tmp_path: Path) -> None:
+def test_fp8_blocks_load_dequantized_and_say_so(tmp_path: Path) -> None:
     """Blocks of 16 x 8 over matrices that they do not divide; expected value by value."""
     model = build_model(spec_of("deepseek_v3"), mtp=1, seed=3)
     config = {**hf_config_of(model.spec), "num_nextn_predict_layers": 1}
@@ -137,7 +137,7 @@ def test_fp8_blocks_load_dequantised_and_say_so(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     told = read_hf(tmp_path, model)
     assert [finding.severity for finding in told] == ["warning"]
-    assert f"{len(names)} block fp8 tensors were dequantised" in told[0].problem
+    assert f"{len(names)} block fp8 tensors were dequantized" in told[0].problem
     key, found = "model.layers.0.mlp.gate_proj.weight", model.layers["0"].ffn.gate.weight
     for i in range(found.shape[0]):
         for j in range(0, found.shape[1], 5):
@@ -157,7 +157,7 @@ def test_mxfp4_values_are_those_of_the_specification() -> None:
     assert values[0, 32:34].tolist() == [-2.0, 6.0]
 
 
-def test_mxfp4_experts_load_dequantised_and_say_so(tmp_path: Path) -> None:
+def test_mxfp4_experts_load_dequantized_and_say_so(tmp_path: Path) -> None:
     """gate and up rows alternate in the stored matrix (gpt-oss), output dim first."""
     spec = spec_of("gpt_oss", intermediate_size=32)
     model = build_model(spec, dtype=torch.bfloat16)
@@ -174,7 +174,7 @@ def test_mxfp4_experts_load_dequantised_and_say_so(tmp_path: Path) -> None:
             expected[key] = dequantize_mxfp4(blocks, scales)
     save_file(tensors, tmp_path / "model.safetensors")
     told = read_hf(tmp_path, model)
-    assert ["4 MXFP4 tensors were dequantised" in finding.problem for finding in told] == [True]
+    assert ["4 MXFP4 tensors were dequantized" in finding.problem for finding in told] == [True]
     experts = model.layers["1"].ffn.experts
     stored = expected["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(experts.gate_up[:, :32], stored[:, 0::2])
@@ -263,7 +263,7 @@ def test_an_empty_folder_is_a_finding(tmp_path: Path) -> None:
         read_hf(tmp_path, build_model(spec_of("mixtral")))
 
 
-def test_an_unknown_quantisation_is_a_finding(tmp_path: Path) -> None:
+def test_an_unknown_quantization_is_a_finding(tmp_path: Path) -> None:
     model = build_model(spec_of("mixtral"))
     write_hf(model, model.spec, tmp_path)
     tensors = all_tensors(tmp_path)

@@ -1,6 +1,6 @@
 """The command lines and config families of NVIDIA's Megatron Bridge skill documents come out of our recipes.
 
-Documents: 000 and 001 (long context), 002 (optimisation workflow), 003 (VLM training), 004 (expert-parallel overlap).
+Documents: 000 and 001 (long context), 002 (optimization workflow), 003 (VLM training), 004 (expert-parallel overlap).
 Expected overrides are written down by hand from the documents, with Megatron's names for their words. What differs is
 in `DIFFERENCES`, each with its reason.
 """

@@ -277,7 +277,7 @@ def test_what_cannot_be_read_is_a_finding(text: str, rule: str) -> None:
         assert any(finding.severity == "error" for finding in found.findings)
 
 
-def test_a_misspelt_argument_is_named_with_its_neighbours() -> None:
+def test_a_misspelt_argument_is_named_with_its_neighbors() -> None:
     imported = import_text("pretrain_gpt.py --tensor-model-parallel-size 2 --pipeline-model-paralel-size 2")
     said = next(finding for finding in imported.findings if finding.rule == "import-unknown-name")
     assert "--pipeline-model-parallel-size" in said.advice

@@ -32,9 +32,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """Relative luminance as WCAG 2 defines it."""
-    parts = [int(each) / 255 for each in HEX.match(colour).groups()]  # type: ignore[union-attr]
+    parts = [int(each) / 255 for each in HEX.match(color).groups()]  # type: ignore[union-attr]
     red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from threefold.cli.command_line.terminal_line import coloured, uses_colour, working_line
+from threefold.cli.command_line.terminal_line import colored, uses_color, working_line
 
 _GONE = (errno.EPIPE, errno.EIO)  # the reader closed its pipe, as `| head` does; the terminal is no more
 
@@ -23,14 +23,14 @@ class Out:
         self.stream, self.must_arrive = stream, must_arrive
         self.error: OSError | None = None
         self.before_write: Callable[[], None] | None = None  # erases what stands on the line of the terminal
-        self.has_colour = uses_colour(stream)
+        self.has_color = uses_color(stream)
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
 
     def write(self, text: str) -> int:
         if self.before_write:
             self.before_write()
-        self._try(self.stream.write, coloured(text) if self.has_colour else text)
+        self._try(self.stream.write, colored(text) if self.has_color else text)
         return len(text)
 
     def flush(self) -> None:

@@ -19,8 +19,8 @@ Every verb with its bounds, arguments and flags, and which verbs share a flag. T
 
 Wherever a plan is taken, `path=value` overrides a field of it ([plan-file.md](plan-file.md)). `--json` prints one JSON
 value to standard output, also for findings. Lengths may be written `32K`, tokens `1.5T`, times `90s`, `8m` or `1h`.
-Exit codes: 0 clean or warnings only, 1 errors in the plan or in a file, 2 a wrong command line. Colours and progress go
-to terminals only, and `NO_COLOR` turns colours off.
+Exit codes: 0 clean or warnings only, 1 errors in the plan or in a file, 2 a wrong command line. Colors and progress go
+to terminals only, and `NO_COLOR` turns colors off.
 """
 
 

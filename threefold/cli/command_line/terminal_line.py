@@ -1,4 +1,4 @@
-"""What only a terminal gets: colours of findings, and a line that says that a command is still at work."""
+"""What only a terminal gets: colors of findings, and a line that says that a command is still at work."""
 
 import os
 import re
@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from typing import TextIO
 
 QUIET_SECONDS = 2.0  # a command that answers sooner says nothing about it
-_COLOURS = {"error": "1;31", "warning": "1;33", "note": "1;36"}
+_COLORS = {"error": "1;31", "warning": "1;33", "note": "1;36"}
 _HEAD = re.compile(r"^(error|warning|note)(\[[a-z0-9-]+\])", re.MULTILINE)
 _FIX = re.compile(r"^  (fix:)", re.MULTILINE)
 _ERASE = "\r\x1b[K"
 
 
-def uses_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that shows colours and nobody asked for none (https://no-color.org)."""
+def uses_color(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that shows colors and nobody asked for none (https://no-color.org)."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
-def coloured(text: str) -> str:
-    """A text with the severities and fixes of its findings in colour."""
-    text = _HEAD.sub(lambda found: f"\x1b[{_COLOURS[found[1]]}m{found[1]}\x1b[0m{found[2]}", text)
+def colored(text: str) -> str:
+    """A text with the severities and fixes of its findings in color."""
+    text = _HEAD.sub(lambda found: f"\x1b[{_COLORS[found[1]]}m{found[1]}\x1b[0m{found[2]}", text)
     return _FIX.sub("  \x1b[32m\\1\x1b[0m", text)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from threefold.compare.attribution import attribute
 from threefold.compare.contract import label_of, value_or_default
 from threefold.compare.field_groups import Group, Groups, PlansBetween, layout_faults
-from threefold.compare.regress.minimise import minimise
+from threefold.compare.regress.minimize import minimize
 from threefold.compare.regress.trials import Round, Say, Trials
 from threefold.compare.regress.verdicts import (
     EARLY,
@@ -227,7 +227,7 @@ def _culprits(
     found: list[Culprit] = []
     left, alone = list(suspects), judge.baseline.verdict
     while len(found) < MOST_CULPRITS:
-        smallest = minimise(
+        smallest = minimize(
             between, left, lambda moved: judge.half_of_it(moved).answer == "bad", guess & frozenset(left)
         )
         shown = alone if smallest == frozenset(left) else judge.half_of_it(smallest)

@@ -50,7 +50,7 @@ class LayerTime:
     experts: float  # grouped GEMMs of the routed experts
     attention: float
     elementwise: float
-    quantise: float
+    quantize: float
     recompute: float
     tp: float  # tensor-parallel collectives
     cp: float  # context-parallel communication that shows
@@ -60,7 +60,7 @@ class LayerTime:
 
     @property
     def total(self) -> float:
-        busy = self.gemm + self.experts + self.attention + self.elementwise + self.quantise + self.recompute
+        busy = self.gemm + self.experts + self.attention + self.elementwise + self.quantize + self.recompute
         return busy + self.tp + self.cp + self.ep + self.host
 
 

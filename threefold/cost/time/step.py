@@ -23,7 +23,7 @@ TERMS = (
     "experts",
     "attention",
     "elementwise",
-    "quantise",
+    "quantize",
     "recompute",
     "tp",
     "cp",

@@ -42,7 +42,7 @@ class TrainingRun(ShownAsTable):
     host_bytes: Mapping[str, float]  # of one GPU, by term
     seconds: float  # from the first step to the last, failures included; infinite where it never ends
     seconds_band: tuple[float, float]  # the same with the band of a step's time
-    energy_joules: float | None  # of the data centre; None where nobody knows what the chip draws
+    energy_joules: float | None  # of the data center; None where nobody knows what the chip draws
     price: float | None  # of a GPU-hour
     operations: Operations
     replaced: frozenset[str]  # the figures of `operations` that the user gave

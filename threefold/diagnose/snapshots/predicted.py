@@ -16,7 +16,7 @@ from threefold.diagnose.snapshots.snapshot_file import PREDICTED
 MOST_EVENTS = 200_000
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _GRANULE = 512
-_STATES = ("weights", "gradients", "optimizer", "quantised_weights", "graphs", "workspace")
+_STATES = ("weights", "gradients", "optimizer", "quantized_weights", "graphs", "workspace")
 _PIECES = 8  # of each activation term of an estimate, so that the rise is drawn
 
 

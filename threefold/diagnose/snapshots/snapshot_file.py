@@ -33,7 +33,7 @@ _TERMS = (
     ("/models/init_weights", "weights"),
     ("/models/build", "weights"),
     ("/weights/", "weights"),
-    ("/precision/weight_cache", "quantised_weights"),
+    ("/precision/weight_cache", "quantized_weights"),
     ("/vision/", "vision"),
     ("/attention/", "attention"),
     ("/moe/router", "router"),

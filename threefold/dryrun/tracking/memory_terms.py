@@ -1,6 +1,6 @@
 """The memory term (weights, gradients, attention, experts, ...) that each live allocation belongs to.
 
-Model states are labelled by name: `label_states` before the step, the other `label_` functions after it. Every other
+Model states are labeled by name: `label_states` before the step, the other `label_` functions after it. Every other
 allocation gets its term from its origin: the phase and the module path in which it was made. The names of the terms are
 those of `plan/terms.py`, so that a rehearsal and an estimate can be compared term by term.
 """
@@ -113,7 +113,7 @@ def label_quantized_weights(tracker: MemoryTracker, parts: Parts) -> None:
             for attribute in vars(module).values():
                 if isinstance(attribute, LinearPrecision | LowPrecisionExperts):
                     for x in _tensors(attribute):
-                        tracker.label(x, "quantised_weights", path)
+                        tracker.label(x, "quantized_weights", path)
 
 
 def label_static_copies(tracker: MemoryTracker, parts: Parts) -> None:

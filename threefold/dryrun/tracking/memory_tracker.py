@@ -22,7 +22,7 @@ _GET_DEVICE = torch.ops.prim.device.default
 
 
 class Allocation:
-    """One storage: its size now, its origin and, once it is labelled, its memory term and the name of its tensor."""
+    """One storage: its size now, its origin and, once it is labeled, its memory term and the name of its tensor."""
 
     __slots__ = ("dtype", "name", "num_bytes", "operation", "origin", "pool", "shape", "term")
 

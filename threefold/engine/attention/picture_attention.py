@@ -1,7 +1,7 @@
 """Attention without a mask inside each of several sequences of any length that lie one behind the other.
 
 The image encoder attends with it: a sequence is a picture. On CUDA one kernel takes all pictures (flash, variable
-lengths); elsewhere pictures of one size that are neighbours attend together.
+lengths); elsewhere pictures of one size that are neighbors attend together.
 
 Shapes: B is 1, H heads, P patches of all pictures, D head dim.
 """

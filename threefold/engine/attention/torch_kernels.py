@@ -38,7 +38,7 @@ def pad_head_dim(width: int, x: Tensor) -> Tensor:
 def with_dense_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Each tensor, copied where the head dim is not the innermost in memory.
 
-    torch's CPU kernels read rows of D neighbouring numbers whatever the strides say. Halves of one dim each, which
+    torch's CPU kernels read rows of D neighboring numbers whatever the strides say. Halves of one dim each, which
     `rotate` concatenates for heads of two dims, come out with other strides.
     """
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)

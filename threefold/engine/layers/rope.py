@@ -158,7 +158,7 @@ def norm_and_rotate_heads(
 def rotate(x_BHSR: Tensor, table: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
     """Rotate the first 2F dims of every head and leave the rest.
 
-    With `pairs`, neighbouring dims form a pair (Megatron's `rotary_interleaved`), and the result comes out as two
+    With `pairs`, neighboring dims form a pair (Megatron's `rotary_interleaved`), and the result comes out as two
     halves: queries and keys are permuted alike, so that their dot products do not change.
     """
     if runs_fused(x_BHSR):

@@ -1,7 +1,7 @@
 """The inputs of a forward: tokens, positions and targets of a microbatch, sharded over context-parallel ranks.
 
 `Decoder` and `schedule/microbatch_runners.py` call `make_inputs`. Labels of MTP depths and positions of packed
-documents depend on neighbouring tokens. They are derived from the whole sequence first, and then each rank takes its
+documents depend on neighboring tokens. They are derived from the whole sequence first, and then each rank takes its
 shard.
 
 Shapes: B batch, S sequence.

@@ -154,7 +154,7 @@ class Router(nn.Module):
     def choose_experts(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """The K best experts of each token, best first.
 
-        A softmax keeps the order of the logits but may round neighbours to equal scores, so logits are compared where
+        A softmax keeps the order of the logits but may round neighbors to equal scores, so logits are compared where
         no bias is added to the scores.
         """
         choice_TE = scores_TE
@@ -177,7 +177,7 @@ class Router(nn.Module):
     def expert_weights(self, logits_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
         """The weights of the chosen experts, which carry the gradient to the router.
 
-        With normalised weights a softmax over the chosen logits equals the softmax over all, divided by its sum.
+        With normalized weights a softmax over the chosen logits equals the softmax over all, divided by its sum.
         """
         if self.spec.norm_topk and self.spec.score == "softmax":
             weight_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)

@@ -32,7 +32,7 @@ class FloatFormat:
         return self.clamp_to_range((x / step + torch.rand_like(x)).floor() * step)
 
     def _step(self, x: Tensor) -> Tensor:
-        """The distance between neighbours around x: powers of two, so that dividing by them is exact."""
+        """The distance between neighbors around x: powers of two, so that dividing by them is exact."""
         _, exponent = torch.frexp(x)  # x = m * 2 ** exponent with m in [0.5, 1)
         power = (exponent - 1).clamp(min=self.min_exponent) - self.mantissa_bits
         return torch.ldexp(torch.ones_like(x), power)

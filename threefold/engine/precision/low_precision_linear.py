@@ -164,7 +164,7 @@ def _weight_grad(
 
 
 def _row_parts(whole: Quantized, heights: list[int]) -> list[Quantized]:
-    """Rows of a quantized matrix; scales are copied, because those of neighbouring rows have to be contiguous."""
+    """Rows of a quantized matrix; scales are copied, because those of neighboring rows have to be contiguous."""
     values, scales = whole.values.split(heights), whole.scales.split(heights)
     return [
         Quantized(value, scale.T.contiguous().T, None, (len(value), whole.shape[1]), whole.spec)

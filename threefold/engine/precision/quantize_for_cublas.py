@@ -1,7 +1,7 @@
 """Triton kernels that quantize matrices to FP8 in blocks of 128, in one pass, in the layout that cuBLAS reads.
 
 They quantize by rows, transposed for a sum over rows, or weights in 128x128 blocks. cuBLAS wants the dim that is summed
-over contiguous and padded to whole blocks, and the scales of neighbours contiguous too. Several matrices can be
+over contiguous and padded to whole blocks, and the scales of neighbors contiguous too. Several matrices can be
 quantized into one, side by side: the output gradients of layers that share an input, and their transposed weights. The
 results are bit for bit those of `quantize`. `scaled_mm_backends` calls them.
 

@@ -1,4 +1,4 @@
-"""Pipeline point-to-point channels: hidden states and their gradients between neighbouring chunks.
+"""Pipeline point-to-point channels: hidden states and their gradients between neighboring chunks.
 
 A `Stage` has up to four channels. The peer chunk is on another rank, or on the same one with a V-shaped schedule. These
 calls are not in `dist/collectives.py`, because each involves only two ranks of the pp group and many are in flight at

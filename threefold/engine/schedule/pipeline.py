@@ -30,7 +30,7 @@ class _Runtime(_PipelineScheduleRuntime):
 
 
 class Pipeline:
-    """The chunks of this rank, connected to their neighbours.
+    """The chunks of this rank, connected to their neighbors.
 
     `chunks` are the functions of this rank's chunks, by number: `chunk(x, microbatch)` gets None as `x` on the first
     chunk and returns the hidden states for the next one, or on the last chunk the 0-dim loss, already scaled. Gradients
@@ -109,7 +109,7 @@ class Pipeline:
             forward_steps(forward_stage, forward_microbatch),
             backward_stage.gap_filler(backward_microbatch),
         )
-        # With a V-shaped schedule two neighbouring chunks are on one rank.
+        # With a V-shaped schedule two neighboring chunks are on one rank.
         if forward_stage.stage_index + 1 in stages:
             stages[forward_stage.stage_index + 1].set_local_fwd_input(outputs[0], forward_microbatch)
         if backward_stage.stage_index - 1 in stages:

@@ -170,7 +170,7 @@ def _warnings(checkpoint: SafetensorsFolder, chosen: dict[str, Layout], used: se
             kinds["block fp8"] += 1
             used.add(scale)
     for kind, number in kinds.items():
-        yield _warning(f"{number} {kind} tensors were dequantised to bf16", "training goes on from the rounded weights")
+        yield _warning(f"{number} {kind} tensors were dequantized to bf16", "training goes on from the rounded weights")
     unused = sorted(key for key in checkpoint.file_of if key not in used and not key.endswith("rotary_emb.inv_freq"))
     if unused:
         yield _warning(f"{len(unused)} tensors were not used: {abbreviate(unused)}", "expected when MTP is off or tied")

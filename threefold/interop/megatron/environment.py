@@ -80,7 +80,7 @@ def environment_of(plan: Plan) -> list[Variable]:
         reason = "larger pieces between stages over the network, as Bridge's recipes of large dense models have them"
         found.append(Variable("NCCL_P2P_NET_CHUNKSIZE", "2097152", reason))
     if plan.knobs.precision == "nvfp4":
-        found.append(Variable("NVTE_USE_FAST_MATH", "1", "quantisation to four bits by the faster instructions"))
+        found.append(Variable("NVTE_USE_FAST_MATH", "1", "quantization to four bits by the faster instructions"))
     return found
 
 

@@ -1,6 +1,6 @@
 """All traces of a job together: what was captured, the step budget, ranks, opportunities, and the status of each claim.
 
-`analyse.py` makes a `JobTrace` of the ranks that it read; `report/profile.py` tells it, in the order verdict,
+`analyze.py` makes a `JobTrace` of the ranks that it read; `report/profile.py` tells it, in the order verdict,
 capture quality, step budget, ranks, opportunities, status of claims.
 
 A step of T in which a time of R goes away gains T / (T - R) - 1 at most. R is launch-starved time, time that compute

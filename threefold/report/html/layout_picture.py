@@ -1,6 +1,6 @@
 """The two grids of a layout over the same ranks: attention above, experts below, nodes and domains between them.
 
-A column is a rank of one pipeline stage, a row an axis; neighbours with one coordinate form a block. `page.js` lights
+A column is a rank of one pipeline stage, a row an axis; neighbors with one coordinate form a block. `page.js` lights
 up the groups of the rank under the pointer. Large layouts are drawn in part: the caption says how often it repeats.
 """
 

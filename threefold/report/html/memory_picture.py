@@ -128,7 +128,7 @@ def _legend(terms: list[tuple[str, float]], y: float) -> Markup:
 
 
 def stages_figure(plan: Plan, found: Estimate) -> Markup:
-    """One bar a stage, stacked by term; neighbours that are alike share a bar."""
+    """One bar a stage, stacked by term; neighbors that are alike share a bar."""
     runs = _runs(found.memory.stages)
     shown = runs[:MOST_BARS]
     scale = _Scale.up_to(max(run[0].device_bytes for run in shown), float(plan.chip.memory_bytes))

@@ -1,17 +1,17 @@
-"""Which colour class of `style.css` a term has. Terms of one group have one hue; the eight hues are those of Okabe and
-Ito, which people with any kind of colour vision tell apart."""
+"""Which color class of `style.css` a term has. Terms of one group have one hue; the eight hues are those of Okabe and
+Ito, which people with any kind of color vision tell apart."""
 
 from threefold.cost.estimate import WALLS
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
 
 # Groups of memory terms with their classes. Terms named nowhere are activations.
 MEMORY_GROUPS = {
-    "weights": ("hue-blue", ("weights", "quantised_weights")),
+    "weights": ("hue-blue", ("weights", "quantized_weights")),
     "gradients": ("hue-sky", ("gradients",)),
     "optimizer": ("hue-green", ("optimizer",)),
     "activations": ("hue-orange", ()),
     "for a moment": ("hue-pink", ("recompute", "overlap", "graphs", "workspace")),
-    "outside the allocator": ("hue-grey", RESERVE_TERMS),
+    "outside the allocator": ("hue-gray", RESERVE_TERMS),
 }
 _GROUP_OF = {term: group for group, (_, terms) in MEMORY_GROUPS.items() for term in terms}
 
@@ -20,13 +20,13 @@ WALL_CLASSES = {
     "communication": "hue-red",
     "host": "hue-pink",
     "memory": "hue-green",
-    "unknown": "hue-grey",
+    "unknown": "hue-gray",
 }
-# Time terms: the hue says the wall, and the shade tells neighbours apart.
+# Time terms: the hue says the wall, and the shade tells neighbors apart.
 _WALL_OF = {term: wall for wall, terms in WALLS.items() for term in terms}
 
 AXIS_CLASSES = {
-    "pp": "hue-grey",
+    "pp": "hue-gray",
     "dp": "hue-blue",
     "cp": "hue-green",
     "tp": "hue-orange",
@@ -58,5 +58,5 @@ def wall_of(term: str) -> str:
 
 
 def shaded(hue: str, number: int) -> str:
-    """Every second of neighbours of one hue is lighter."""
+    """Every second of neighbors of one hue is lighter."""
     return f"{hue} light" if number % 2 else hue

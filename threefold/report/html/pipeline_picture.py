@@ -114,7 +114,7 @@ def _marks(plan: Plan, passes: Sequence[TimedPass], x_of: Scale, y: float, heigh
 
 
 def _paths(plan: Plan, passes: Sequence[TimedPass], x_of: Scale, y: float, height: float) -> list[Markup]:
-    """Boxes of one colour as one path: small where there are thousands."""
+    """Boxes of one color as one path: small where there are thousands."""
     by_class: dict[str, list[str]] = {}
     for one in passes:
         x, width = x_of(one.start), max(0.3, x_of(one.end) - x_of(one.start) - 0.3)

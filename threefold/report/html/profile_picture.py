@@ -1,6 +1,6 @@
 """What traces of a run measured: where the time of each device went, and which wall that makes."""
 
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.profile.measure import DeviceWalls
 from threefold.report.html.markup import Markup, tag
 from threefold.report.html.svg import (
@@ -24,7 +24,7 @@ _CLASSES = {
     "exposed communication": "hue-red",
     "unknown": "hue-pink",
     "copies alone": "hue-green",
-    "idle": "hue-grey light",
+    "idle": "hue-gray light",
 }
 
 

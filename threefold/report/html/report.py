@@ -16,7 +16,7 @@ from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding, shown
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
-from threefold.profile.analyse import Profile
+from threefold.profile.analyze import Profile
 from threefold.profile.readers.run_record import RunRecord
 from threefold.report.estimate import wall_text
 from threefold.report.html.layout_picture import layout_figure

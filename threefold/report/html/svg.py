@@ -1,6 +1,6 @@
 """Parts that all drawings share: the frame, axes with units, marks that say their numbers, legends.
 
-A drawing is `WIDTH` units wide; on a narrow screen it scrolls sideways, so that text stays readable. Colours are
+A drawing is `WIDTH` units wide; on a narrow screen it scrolls sideways, so that text stays readable. Colors are
 classes of `style.css`, so that a drawing follows the light or dark page. A mark carries its numbers in `<title>`;
 `page.js` shows them on hover and lets the arrow keys go from mark to mark.
 """
@@ -79,7 +79,7 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def tick_text(value: float, ticks: Sequence[float]) -> str:
-    """A tick as short as its neighbours allow."""
+    """A tick as short as its neighbors allow."""
     step = abs(ticks[1] - ticks[0]) if len(ticks) > 1 else abs(value) or 1.0
     if abs(value) >= 1e5 or (0 < step < 1e-4):
         return f"{value:.3g}"

@@ -107,7 +107,7 @@ def shares_figure(title: str, note: str, shares: dict[str, tuple[float, float, s
     for number, (wall, (share, bound, of)) in enumerate(shares.items()):
         y = 8 + 26 * number
         parts.append(text(_LEFT - 10, y + 15, wall, "strong" if wall == first else "label", "end"))
-        shape = rect(x_of(0), y + 3, x_of(share) - x_of(0), 17, WALL_CLASSES.get(wall, "hue-grey"))
+        shape = rect(x_of(0), y + 3, x_of(share) - x_of(0), 17, WALL_CLASSES.get(wall, "hue-gray"))
         parts.append(mark(shape, f"{wall}: {share:.1%} {of}; a wall from {bound:.0%}"))
         parts.append(line(x_of(bound), y, x_of(bound), y + 23, "limit"))
         x = x_of(share) + 6

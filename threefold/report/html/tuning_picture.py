@@ -80,7 +80,7 @@ def changes_figure(found: Tuning) -> Markup:
             bottom + 60,
             f"gains of {len(shown)} changes",
             *parts,
-            legend([("hue-green", "kept"), ("hue-grey", "not kept"), ("ring", "predicted")], _LEFT, bottom + 54),
+            legend([("hue-green", "kept"), ("hue-gray", "not kept"), ("ring", "predicted")], _LEFT, bottom + 54),
         ),
         numbers=numbers_table(["change", "stage", "predicted", "measured", "interval", "verdict", "reason"], rows),
     )
@@ -94,7 +94,7 @@ def _change_row(one: Mapping[str, Any], y: float, x_of: Any) -> list[Markup]:
     name = change if len(change) <= most else change[: most - 1] + "…"
     says = f"{change}: {verdict}; measured {_percent(gain)}, interval {_interval(interval)}, "
     says += f"predicted {_percent(predicted)}. {one.get('reason') or one.get('why') or ''}"
-    hue = "hue-green" if verdict in _KEPT else "hue-grey"
+    hue = "hue-green" if verdict in _KEPT else "hue-gray"
     shapes = []
     if interval:
         shapes.append(line(x_of(interval[0]), y + 10, x_of(interval[1]), y + 10, f"interval {hue}"))

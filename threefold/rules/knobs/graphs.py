@@ -141,9 +141,9 @@ def graph_router_excludes_moe_recompute(plan: Plan) -> Iterator[Finding]:
 
 @rule(rows="CG-PREPSYNC", refused_in=(CORE_CONFIG, "moe_preprocess cuda graph is not supported when there are"))
 def graph_preprocess_without_sync(plan: Plan) -> Iterator[Finding]:
-    """With alltoall, moe_preprocess is captured only where it needs no host synchronisation.
+    """With alltoall, moe_preprocess is captured only where it needs no host synchronization.
 
-    Why: padding for quantised GEMMs makes the alltoall dispatcher read counts on the host during preprocessing, which
+    Why: padding for quantized GEMMs makes the alltoall dispatcher read counts on the host during preprocessing, which
         no graph can hold. With drop-and-pad every expert has its capacity, and nothing is read. Our engine drops
         without padding, so that counts are read there.
     Confirm: knobs.dispatcher, job.capacity_factor, knobs.router_padding.
@@ -154,7 +154,7 @@ def graph_preprocess_without_sync(plan: Plan) -> Iterator[Finding]:
         reason = "a capacity factor" if has_capacity else ""
     else:
         padded = plan.low_precision and plan.knobs.router_padding and not has_capacity
-        reason = "padding for quantised GEMMs" if padded else ""
+        reason = "padding for quantized GEMMs" if padded else ""
     if "moe_preprocess" in plan.knobs.graphs and plan.knobs.dispatcher == "alltoall" and reason:
         fix = {"knobs.graphs": without(plan.knobs.graphs, "moe_preprocess")}
         yield Finding(at="knobs.graphs", problem=f"moe_preprocess with alltoall and {reason}", fix=fix)

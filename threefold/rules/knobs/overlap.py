@@ -464,7 +464,7 @@ def delay_wgrad_graph_bias(plan: Plan) -> Iterator[Finding]:
 def ep_overlap_schedule(plan: Plan) -> Iterator[Finding]:
     """With a pipeline, the engine merges forwards and backwards of the interleaved schedule and of DualPipeV.
 
-    Why: a zero-bubble order has no pairs: its forwards and backwards depend on each other's neighbours.
+    Why: a zero-bubble order has no pairs: its forwards and backwards depend on each other's neighbors.
     Confirm: layout.schedule.
     Fix: interleaved, or dualpipev.
     """

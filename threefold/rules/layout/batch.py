@@ -156,7 +156,7 @@ def pipeline_needs_static_lengths(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="RT-FORCE")
 def forced_balance_is_benchmark(plan: Plan) -> Iterator[Finding]:
-    """Forced balance is for benchmarks; such a run is labelled benchmark-only.
+    """Forced balance is for benchmarks; such a run is labeled benchmark-only.
 
     Why: the router is overruled, so the model learns nothing about routing and load looks perfect.
     Confirm: job.routing in the run's contract.
@@ -169,7 +169,7 @@ def forced_balance_is_benchmark(plan: Plan) -> Iterator[Finding]:
 
 @rule(severity="warning", rows="RT-FORCE CF-MOCK")
 def synthetic_data_is_benchmark(plan: Plan) -> Iterator[Finding]:
-    """Synthetic data is for benchmarks; such a run is labelled benchmark-only.
+    """Synthetic data is for benchmarks; such a run is labeled benchmark-only.
 
     Why: there is nothing to learn in it, and it hides the cost of loading, packing and uneven lengths.
     Confirm: job.data in the run's contract.

@@ -38,7 +38,7 @@ class Operations:
     power_fraction: float = item(
         "of a server's highest power, what training draws on average", 0.76, at_least=0.01, at_most=1
     )
-    pue: float = item("power of the data centre over that of its servers", 1.1, at_least=1, at_most=5)
+    pue: float = item("power of the data center over that of its servers", 1.1, at_least=1, at_most=5)
 
 
 FIELDS: dict[str, Field] = {

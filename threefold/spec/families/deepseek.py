@@ -223,7 +223,7 @@ GLM_MOE_DSA_CLASS = HfClass(
         "num_nextn_predict_layers": None,
         "index_topk_pattern": None,
         "index_topk_freq": None,
-        # Published files have them; transformers rotates neighbouring dimensions whatever they say.
+        # Published files have them; transformers rotates neighboring dimensions whatever they say.
         "rope_interleave": True,
         "indexer_rope_interleave": True,
         **_OWN_CODE,

@@ -221,7 +221,7 @@ def test_words_alone_and_pictures_mix(shard: Path, tmp_path: Path) -> None:
     assert torch.equal(alone.positions_3BS[0], alone.positions_3BS[2])
 
 
-def test_a_picture_that_cannot_be_decoded_is_grey_and_not_learned(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_decoded_is_gray_and_not_learned(tmp_path: Path) -> None:
     whole = encoded(noise(64, 64), "JPEG")
     members: dict[str, Any] = {}
     for number in range(4):

@@ -48,5 +48,5 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
         "weights": weights,
         "gradients": STATE_BYTES[knobs.grad_dtype] * (dense + experts) * trained,
         "optimizer": per_param * optimized * trained,
-        "quantised_weights": quantized,
+        "quantized_weights": quantized,
     }

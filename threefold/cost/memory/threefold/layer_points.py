@@ -295,7 +295,7 @@ def _back_from_host(
 ) -> Terms:
     """Offloaded tensors that are back on the device at each point of a layer, by the point's name. All tensors of a
     layer come back when the first one is needed, and those of the layer before it with them."""
-    next_layer, previous_layer = _neighbours(local.plan, chunk, position)
+    next_layer, previous_layer = _neighbors(local.plan, chunk, position)
     this = offloaded.get(position.layer, NOTHING_OFFLOADED)
     received = this.received_input_bytes(local, chunk) if position.previous_layer is None else 0.0
     all_of_this, previous = this.total - received, 0.0
@@ -321,7 +321,7 @@ def _back_from_host(
     }
 
 
-def _neighbours(plan: Plan, chunk: Chunk, position: LayerPosition) -> tuple[Layer | None, Layer | None]:
+def _neighbors(plan: Plan, chunk: Chunk, position: LayerPosition) -> tuple[Layer | None, Layer | None]:
     """The next and the previous layer, if they are offloaded in one sequence with this one: the chunk's decoder layers,
     or those of one MTP depth."""
     number, num_layers = len(chunk_layers(plan, chunk)) - len(position.later_layers) - 1, len(chunk.layers)

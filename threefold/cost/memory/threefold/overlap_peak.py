@@ -281,15 +281,15 @@ def _backward_segments(
         gathered, (first_made, second_made) = units.layer, recomputed[layer]
         delayed = delayed_wgrad_bytes(local, layer) if delays else NO_WGRAD
         if layer.ffn == "moe":
-            started, travelling = exchange.grads_start + row, exchange.grads_to_experts + row
-            after = travelling + reducing + prefetched
+            started, traveling = exchange.grads_start + row, exchange.grads_to_experts + row
+            after = traveling + reducing + prefetched
             done = (len(layers) - number - 1) / len(layers)
             peak = max(peak, change + started)
             yield Segment(peak, change, after, wgrad, name, done_fraction=done, reduced_shards=shards)
             shared = saved[layer].get("shared_experts", 0.0)  # their backward comes while the rows' gradients travel
             second -= shared
             experts = _expert_backward(local, layer, saved[layer], delays) + second_made
-            transient = max(experts, travelling + units.experts) + units.experts + units.quantized_experts
+            transient = max(experts, traveling + units.experts) + units.experts + units.quantized_experts
             reduction = units.experts_reduced + units.expert_grads - second
             in_flight = exchange.grads_back + row + units.experts_reduced + held
             peak = max(transient, reduction) + reducing + gathered

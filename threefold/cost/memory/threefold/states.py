@@ -31,14 +31,14 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
         quantized = _quantized_weights(plan, contents, experts)
         by_parameter = states_by_parameter(plan, contents)
         by_parameter["optimizer"] += host_slot_bytes(plan, contents)
-        return {**by_parameter, "quantised_weights": quantized}
+        return {**by_parameter, "quantized_weights": quantized}
     dense = _dense_params(plan, contents, megatron_dense)
     tables = num_vocab_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     on_device = device_fraction(plan, contents)
     unsharded = num_unsharded_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     terms = _sharded_states(plan, dense, experts, _shared_table(plan, contents), tables, on_device, unsharded)
     terms["optimizer"] += host_slot_bytes(plan, contents)
-    return {**terms, "quantised_weights": _quantized_weights(plan, contents, experts)}
+    return {**terms, "quantized_weights": _quantized_weights(plan, contents, experts)}
 
 
 def _sharded_states(

@@ -21,7 +21,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class BufferApi:
-    """One known buffer class, recognised by the arguments that its methods take."""
+    """One known buffer class, recognized by the arguments that its methods take."""
 
     name: str
     classes: tuple[str, ...]  # names that the class has had

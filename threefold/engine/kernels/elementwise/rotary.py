@@ -23,7 +23,7 @@ _PROGRAMS_PER_SM = 4
 class RotaryOptions:
     """How heads are normed and their first 2F dims rotated; the other dims are only normed."""
 
-    interleaved: bool = False  # pairs are neighbouring dims, not dims f and F + f (Megatron's `rotary_interleaved`)
+    interleaved: bool = False  # pairs are neighboring dims, not dims f and F + f (Megatron's `rotary_interleaved`)
     eps: float = 0.0  # of the norm
     zero_centered: bool = False  # the norm multiplies by 1 + weight
 

@@ -110,7 +110,7 @@ def _store_ranks(ends_ptr, order_ptr, block, num_experts, E: tl.constexpr, EXPER
 
 @triton.jit
 def tile_coordinates(tile, total, num_n, GROUP: tl.constexpr):
-    """Tile number -> (tile of rows, tile of columns). Neighbouring tiles share rows and weights, which stay in L2."""
+    """Tile number -> (tile of rows, tile of columns). Neighboring tiles share rows and weights, which stay in L2."""
     width = GROUP * num_n
     first = (tile // width) * GROUP
     height = tl.minimum(total - first, GROUP)

@@ -301,7 +301,7 @@ def _quantize_weight(weight_ptr, value_ptr, transposed_ptr, scale_ptr, outer, in
     tl.store(value_ptr + at + 3 * inner, x3.to(tl.float8e4nv), mask=mask)
     packed_row = block_o * (BLOCK // 4) + quad
     at = transposed_ptr + start // 4 + i.to(tl.int64)[:, None] * (outer // 4) + packed_row[None, :]
-    # Written so that four neighbours have one condition, which lets a thread store them at once.
+    # Written so that four neighbors have one condition, which lets a thread store them at once.
     back_mask = (i < inner)[:, None] & (packed_row < outer // 4)[None, :]
     tl.store(at, pack_fp8(x0, x1, x2, x3).T, mask=back_mask)
     tl.store(scale_ptr + (expert * tl.num_programs(1) + block_o) * tl.num_programs(0) + block_i, scale)

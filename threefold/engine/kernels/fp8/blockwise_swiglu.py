@@ -134,7 +134,7 @@ def _swiglu_grad_columns(
     across, block = program_tile(expert_dim, COLUMNS)
     col = across * COLUMNS + tl.arange(0, COLUMNS)
     if block < tl.load(total_ptr):
-        # Each pass takes every fourth row, so that four neighbouring bytes of a column are one int32: see `pack_rows`.
+        # Each pass takes every fourth row, so that four neighboring bytes of a column are one int32: see `pack_rows`.
         quad = tl.arange(0, BLOCK // 4)
         row = tl.load(table_ptr + max_blocks + block) + 4 * quad
         end = tl.load(table_ptr + 2 * max_blocks + block)

@@ -36,7 +36,7 @@ def conv_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> queries (B, S, K, k), keys (B, S, K, k) and values (B, S, H, v), each contiguous.
 
-    `document_BS` numbers the documents of a row (int32), so that neighbours differ.
+    `document_BS` numbers the documents of a row (int32), so that neighbors differ.
     """
     q, k, v = _ConvHeads.apply(qkv_BSKX, weight_WT, document_BS, sizes)
     return q, k, v

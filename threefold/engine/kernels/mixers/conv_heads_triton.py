@@ -123,7 +123,7 @@ def _head_offset(
 
 
 @triton.jit
-def _neighbour(doc_ptr, token, place, live, back, length, DOCUMENTS: tl.constexpr):
+def _neighbor(doc_ptr, token, place, live, back, length, DOCUMENTS: tl.constexpr):
     """Which tokens have a token of their document `back` tokens before them (behind them, if negative)."""
     there = live & (place >= back) & (place - back < length)
     if DOCUMENTS:
@@ -144,7 +144,7 @@ def _convolve(
 ):  # fmt: skip
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for back in tl.static_range(TAPS):
-        there = _neighbour(doc_ptr, token, place, live, back, length, DOCUMENTS)
+        there = _neighbor(doc_ptr, token, place, live, back, length, DOCUMENTS)
         value = tl.load(x - back * token_stride, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
         total += value.to(tl.float32) * _taps(weight_ptr, channel, TAPS - 1 - back, c < DIM, TAPS)
     return total
@@ -219,7 +219,7 @@ def _activation_grad(
         out = out_ptr + _head_offset(token, head, num_tokens, GROUP, KEYS, HEADS, DIM)[:, None] + c[None, :]
         tl.store(out, grad.to(out_ptr.dtype.element_ty), mask=mask)
         for back in tl.static_range(TAPS):
-            there = _neighbour(doc_ptr, token, place, live, back, length, DOCUMENTS)
+            there = _neighbor(doc_ptr, token, place, live, back, length, DOCUMENTS)
             value = tl.load(x - back * token_stride, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
             total = tl.sum(grad * value.to(tl.float32), 0)
             part += tl.where((tap == TAPS - 1 - back)[:, None], total[None, :], 0.0)
@@ -243,7 +243,7 @@ def _conv_grad(
     grad = grad_ptr + _head_offset(token, head, num_tokens, GROUP, KEYS, HEADS, DIM)[:, None] + c[None, :]
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for ahead in tl.static_range(TAPS):
-        there = _neighbour(doc_ptr, token, place, live, -ahead, length, DOCUMENTS)
+        there = _neighbor(doc_ptr, token, place, live, -ahead, length, DOCUMENTS)
         value = tl.load(grad + ahead * inner * DIM, mask=there[:, None] & (c < DIM)[None, :], other=0.0)
         total += value.to(tl.float32) * _taps(weight_ptr, channel, TAPS - 1 - ahead, c < DIM, TAPS)
     key_head, column = _columns(head, GROUP, KEYS, COLUMN, DIM)

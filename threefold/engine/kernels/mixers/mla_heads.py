@@ -21,7 +21,7 @@ def rotate_query_tails(q_BSX: Tensor, num_heads: int, table: tuple[Tensor, Tenso
     """Rotate the last dims of each head. -> (B, S, H, d)
 
     `q_BSX` is what a projection made: nobody else reads it, and it is overwritten unless it is a view. With
-    `interleaved`, pairs are neighbouring dims, and the result has all first dims before all second dims.
+    `interleaved`, pairs are neighboring dims, and the result has all first dims before all second dims.
     """
     cos_BSF, sin_BSF = (each.expand(*q_BSX.shape[:2], -1).contiguous() for each in table)
     rotated_BSX: Tensor = _RotateTails.apply(q_BSX, num_heads, cos_BSF, sin_BSF, interleaved)
@@ -90,5 +90,5 @@ class _JoinKeyHeads(torch.autograd.Function):
 
 
 def _dense_dims(x: Tensor) -> Tensor:
-    """x with neighbouring values in its last dim; other dims may have any strides."""
+    """x with neighboring values in its last dim; other dims may have any strides."""
     return x if x.stride(-1) == 1 else x.contiguous()

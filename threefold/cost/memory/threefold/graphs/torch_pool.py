@@ -54,7 +54,7 @@ class GraphPool:
         return found, segment, begin
 
     def _release(self, block: Block) -> None:
-        """Join the block with free neighbours of its segment."""
+        """Join the block with free neighbors of its segment."""
         size, segment, begin = block
         free = self._free[self._segment_bytes[segment] == SMALL_SEGMENT_BYTES]
         of_segment = [one for one in free if one[1] == segment]

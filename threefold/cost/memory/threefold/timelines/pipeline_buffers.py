@@ -13,7 +13,7 @@ from threefold.plan.plan import Plan
 
 
 class PipelineBuffers:
-    """Hidden states and gradients that a rank has sent to a neighbour and that are not yet freed (at most PP for each
+    """Hidden states and gradients that a rank has sent to a neighbor and that are not yet freed (at most PP for each
     border between chunks), and one that is being received."""
 
     def __init__(self, plan: Plan, stage: int, contents: StageContents) -> None:

@@ -27,7 +27,7 @@ def _shared_layout(dtype: torch.dtype, block: tuple[int, ...]) -> Any:
 
 @gluon.jit
 def tile_coordinates(tile, num_m, num_n, GROUP: gl.constexpr):
-    """Tile number -> (tile of rows, tile of columns). Neighbouring tiles share rows and weights, which stay in L2."""
+    """Tile number -> (tile of rows, tile of columns). Neighboring tiles share rows and weights, which stay in L2."""
     width = GROUP * num_n
     first = (tile // width) * GROUP
     height = gl.minimum(num_m - first, GROUP)

@@ -1,6 +1,6 @@
 """Delta debugging (Zeller and Hildebrandt, 2002) over the fields in which two plans differ.
 
-`minimise` finds a set of fields that shows the regression and of which no part that was tried does. Sets that rules
+`minimize` finds a set of fields that shows the regression and of which no part that was tried does. Sets that rules
 refuse are not tried: fields that are needed come along, as far as they are still suspected.
 """
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from threefold.compare.field_groups import Group, Groups, PlansBetween
 
 
-def minimise(
+def minimize(
     between: PlansBetween, suspects: Sequence[Group], is_bad: Callable[[Groups], bool], guess: Groups = frozenset()
 ) -> Groups:
     """A smallest bad set out of `suspects`, which are bad together. Likely ones come first; `guess` before all."""
