@@ -5,14 +5,15 @@ memory by term, the largest live tensors, and the collectives of a step.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from threefold.dryrun.error_findings import errors_as_findings
 from threefold.dryrun.optimizer_step import run_step
 from threefold.dryrun.representatives import reduce_microbatches
+from threefold.dryrun.simulated.byte_ledger import ByteLedger
 from threefold.dryrun.simulated.deepep_package import fake_deepep_package
 from threefold.dryrun.simulated.expert_load import ExpertLoads
 from threefold.dryrun.simulated.gpu_operators import (
@@ -48,6 +49,7 @@ from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.plan.plan import Plan
 
 ALLOCATOR_GRANULE_BYTES = 512  # torch's CUDA allocator rounds sizes up to a multiple
+PHASES = ("forward", "backward")  # of the bytes that kernels move
 NUM_LARGEST = 10  # live tensors that are listed
 SAY_SECONDS = 0.5
 Say = Callable[[str], None]
@@ -80,6 +82,7 @@ class RankRehearsal:
     seconds: float
     num_microbatches: int  # microbatches that were run, enough to reach the peak
     calls: CallSequence | None = None  # where all ranks are compared
+    row_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of kernels, a token and MoE layer
     changes: tuple[LiveChange, ...] = ()  # every allocation and release of the step, where they are asked for
     num_initial_changes: int = 0  # the first of them state what is live when the step starts
 
@@ -97,6 +100,7 @@ class RankRehearsal:
             "at": self.at,
             "top": [asdict(live) for live in self.top],
             "microbatches": self.num_microbatches,
+            "row_bytes": {phase: round(sum(self.row_bytes.get(phase, {}).values())) for phase in PHASES},
             "seconds": round(self.seconds, 2),
         }
 
@@ -132,6 +136,8 @@ def rehearse_rank(
         plan.cluster.domain_ranks, microbatch_factor, lambda: origins.phase in ("reduce", "optimizer")
     )
     tracker.observers.append(ledger.record_operator)
+    moved = ByteLedger(plan, origins)
+    tracker.run_operator = moved.run_operator(tracker.run_operator)
     if say:
         tracker.observers.append(_say_where(say, rank, reduced.num_microbatches, origins))
     with (
@@ -140,6 +146,7 @@ def rehearse_rank(
         record_graphs_in(tracker) if plan.chip.architecture != "cpu" else nullcontext(),
         tracker,
         origins.module_hooks(),
+        moved.watch_kernels(),
     ):
         with observe_collectives(ledger.record_call):
             mesh = Mesh(reduced.layout, rank, META)
@@ -150,7 +157,9 @@ def rehearse_rank(
                 tracker.reserve(CUBLAS_WORKSPACE_BYTES, "cuBLAS")
             tracker.start_step()
             ledger.start(mesh)
-            run_step(parts, reduced, origins, plan.num_microbatches)
+            moe_paths = moe_layer_paths(parts.chunks.values())
+            with moved.counting(moe_paths):
+                run_step(parts, reduced, origins, plan.num_microbatches)
         if isinstance(parts.runner, Pipelined):
             ledger.record_pipeline(parts.runner.pipeline, mesh.group("pp"))
         collectives, calls = tuple(ledger.entries()), recorder.sequence() if recorder else None
@@ -172,8 +181,15 @@ def rehearse_rank(
         seconds=time.perf_counter() - began,
         num_microbatches=reduced.num_microbatches,
         calls=calls,
+        row_bytes=moved.by_phase(_routed_tokens(reduced, len(moe_paths))),
         **summary,
     )
+
+
+def _routed_tokens(plan: Plan, num_layers: int) -> float:
+    """Tokens of a rank that all its MoE layers route in the microbatches that are run; 1 where there are none."""
+    layout, job = plan.layout, plan.job
+    return max(1, plan.num_microbatches * num_layers) * job.micro_batch * job.seq_len / layout.cp / layout.tp
 
 
 def _say_where(say: Say, rank: int, num_microbatches: int, origins: OriginTracker) -> OperatorObserver:

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 
+from threefold.cost.traffic.threefold.expert_rows import expert_row_bytes
 from threefold.dryrun.measured.measure import Measurement
 from threefold.dryrun.memory_fit import device_bytes
 from threefold.dryrun.rehearse_plan import Rehearsal
@@ -12,7 +13,7 @@ from threefold.dryrun.rehearse_rank import RankRehearsal
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.plan.terms import MEMORY_TERMS
 from threefold.report.terminal import advice_text, table
-from threefold.units import GIB, MIB, format_bytes, format_many, format_number, format_tokens
+from threefold.units import GIB, KIB, MIB, format_bytes, format_many, format_number, format_tokens
 
 MAX_ENTRIES = 16
 
@@ -24,6 +25,7 @@ def rehearsal_text(found: Rehearsal) -> str:
         parts.append("\n".join(["scaled down, so that every rank can be rehearsed:", *_indented(found.scaled)]))
     else:
         parts += [_stages(found), _terms(found), _largest_tensors(found.worst)]
+        parts += [_row_bytes(found)]
     parts += [_collectives(found.collectives), _match(found)]
     if left_out:
         parts.append("\n".join(["left out of the rehearsal:", *_indented(left_out)]))
@@ -137,6 +139,24 @@ def _largest_tensors(rank: RankRehearsal) -> str:
         [f"{live.bytes / MIB:,.1f}", live.term, f"{live.dtype} {list(live.shape)}", live.owner] for live in rank.top
     ]
     return f"largest tensors of rank {rank.rank} at its peak\n" + table(["MiB", "term", "what", "whose"], rows)
+
+
+def _row_bytes(rehearsal: Rehearsal) -> str:
+    """Bytes that kernels around the experts' GEMMs move, the estimate, and the least that any could."""
+    counted, expected = rehearsal.worst.row_bytes, expert_row_bytes(rehearsal.plan)
+    rows = []
+    for number, phase in enumerate(("forward", "backward")):
+        kernels = counted.get(phase, {})
+        if not kernels:
+            return ""
+        estimated, least = "", ""
+        if expected is not None:
+            estimated = f"{getattr(expected, phase) / KIB:,.1f}"
+            least = f"{(expected.sums + expected.ends[number]) / KIB:,.1f}"
+        most = ", ".join(f"{name} {count / KIB:,.1f}" for name, count in list(kernels.items())[:4])
+        rows.append([phase, f"{sum(kernels.values()) / KIB:,.1f}", estimated, least, most])
+    header = ["KiB a token and layer", "counted", "estimated", "least", "by kernel"]
+    return "read and written around the GEMMs of experts\n" + table(header, rows)
 
 
 def _collectives(entries: Sequence[LedgerEntry]) -> str:
