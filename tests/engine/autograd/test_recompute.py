@@ -206,6 +206,20 @@ def test_another_second_run_is_noticed() -> None:
         out.sum().backward()
 
 
+def test_a_view_that_one_run_takes_changes_nothing_that_is_saved() -> None:
+    """FSDP's hooks return a view in the first run alone. `F.linear` with a frozen weight goes by strides, which a dim
+    of size 1 may have in several ways."""
+    weight, is_first = torch.randn(4, 3, dtype=torch.float64), iter([True])
+    x = torch.randn(5, 3, dtype=torch.float64).as_strided((1, 5, 3), (3, 3, 1)).requires_grad_()
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.view_as(x) if next(is_first, False) else x, weight).square()
+
+    recompute(square, x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, 2 * (x.detach() @ weight.T) @ weight, rtol=1e-14, atol=1e-14)
+
+
 def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad(), recompute_output(torch.exp, torch.ones(2)) as y:
         assert not y.requires_grad

@@ -144,7 +144,7 @@ class _Region:
     def __init__(
         self, function: Callable[..., Any], inputs: tuple[Tensor, ...], name: str, save: Collection[str] = ()
     ) -> None:
-        self.function, self.given = function, inputs
+        self.function, self.given = function, tuple(map(_with_usual_strides, inputs))
         self.outputs: PackedOutputs | None = PackedOutputs(save)
         observer = context.activation_observer
         self.name = name if observer is None else _reported_name(name, inputs)
@@ -180,7 +180,8 @@ class _Region:
         return self.restored[placeholder]
 
     def _run_again(self) -> WeakKeyDictionary[Placeholder, Tensor]:
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in self.inputs.grad_fn.saved_tensors]
+        saved = self.inputs.grad_fn.saved_tensors
+        inputs = [_with_usual_strides(x.detach()).requires_grad_(x.requires_grad) for x in saved]
         second_run = _SecondRun(self)
         outputs: Any = ()
         assert self.outputs is not None
@@ -198,6 +199,15 @@ class _Region:
             if placeholder is not None:
                 second_run.restored[placeholder] = view.apply(_as_tuple(outputs)[number])
         return second_run.restored
+
+
+def _with_usual_strides(x: Tensor) -> Tensor:
+    """`x` as a new tensor would lie in memory, where it lies so but for the strides of dims of size 1.
+
+    `F.linear` with a frozen weight chooses its GEMM by the strides, and hooks that return a view of `x` in one of the
+    runs alone (FSDP's) change them: the runs would save other tensors.
+    """
+    return x.view(x.shape) if 1 in x.shape and x.is_contiguous() else x
 
 
 class _SecondRun:
