@@ -29,7 +29,7 @@ CEILINGS: dict[str, int] = {
     "plan": 2_200,
     "profile": 4_980,
     "remedies": 1_050,
-    "report": 4_340,
+    "report": 4_345,
     "rules": 5_850,
     "search": 2_700,
     "spec": 5_150,

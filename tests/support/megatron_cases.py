@@ -180,11 +180,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "nemotron-3-nano", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 2, "layout.stages": None},
         {"model": "nemotron-3-nano", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1, "layout.stages": None},
     ),
-    "layout-string-without-vpp": (
-        {"model": "gemma-4-26b-a4b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
-        {"model": "qwen3-235b-a22b", "job.mtp": 0, "layout.pp": 4, "layout.vpp": 2},
-    ),
-    "qwen3-vl-without-vpp": (
+    "bridge-model-without-vpp": (
         {"model": "qwen3-vl-30b-a3b", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 4},
         {"model": "qwen3-vl-30b-a3b", "job.mtp": 0, "layout.pp": 2, "layout.vpp": 1},
     ),

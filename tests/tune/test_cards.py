@@ -70,8 +70,8 @@ def test_pages_print_the_claims_of_the_cards(page: str) -> None:
     text = (ROOT / page).read_text()
     [(named, between)] = re.findall(r"<!-- threefold card list --markdown ?(.*?) -->\n(.*?)<!-- /cards -->", text, re.S)
     paths = named.split() or [str(path.relative_to(ROOT)) for path in sorted((ROOT / "cards").glob("*.toml"))]
-    links_from = "../" * page.count("/")
-    assert between.strip() == cards_markdown([read_card(Path(path), ROOT) for path in paths], links_from)
+    cards = [read_card(Path(path), ROOT) for path in paths]
+    assert between.strip() == cards_markdown(cards, str(Path(page).parent))
 
 
 def test_claims_with_their_figures(card_file: Path) -> None:

@@ -1,6 +1,8 @@
 """Cards as text, and as a table for a page."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from threefold.report.terminal import table
 from threefold.tune.cards import Card
@@ -12,12 +14,12 @@ def cards_text(cards: Sequence[Card]) -> str:
     return table(["card", "date", "machine", "label", "claim"], rows)
 
 
-def cards_markdown(cards: Sequence[Card], links_from: str = "") -> str:
-    """A table of claims, each with its evidence; `links_from` is the way to the project's folder."""
+def cards_markdown(cards: Sequence[Card], folder: str = ".") -> str:
+    """A table of claims, each with its evidence; links lead from a page in `folder`."""
     lines = ["| claim | measured on | evidence |", "|---|---|---|"]
     for card in cards:
         evidence = card.log or str(card.path)
-        link = f"[{card.name}]({links_from}{evidence})"
+        link = f"[{card.name}]({Path(os.path.relpath(evidence, folder)).as_posix()})"
         lines.append(f"| {card.text} | {card.machine}, {card.date} | {link} |")
     return "\n".join(lines)
 

@@ -197,6 +197,8 @@ def _write_experts(writer: Writer) -> None:
     if not writer.plan.model.is_moe and writer.plan.job.dynamic_length and writer.to == "megatron-bridge":
         # Megatron refuses lengths that vary with its own default, also where there are no experts to dispatch to.
         writer.put("job.dynamic_length", "model.moe_token_dispatcher_type", "alltoall")
+    if writer.plan.model.is_moe and writer.plan.knobs.expert_fusion and writer.plan.model.activation == "relu2":
+        writer.put("knobs.expert_fusion", "model.use_fused_weighted_squared_relu", True)  # not in every recipe
     if writer.plan.model.is_moe:
         _write_dispatcher(writer)
         _write_routing(writer)

@@ -159,43 +159,19 @@ def chunks_next_to_mtp_have_layers(plan: Plan) -> Iterator[Finding]:
 
 @rule(
     target="megatron-bridge",
-    rows="PP-LAYOUT PP-VPP",
-    refused_in=(
-        "core/transformer/pipeline_parallel_layer_layout.py",
-        "vp_stage must be passed if virtual pipeline is enabled",
-    ),
-)
-def layout_string_without_vpp(plan: Plan) -> Iterator[Finding]:
-    """Gemma 4 runs an uneven pipeline without virtual stages.
-
-    Why: an export writes a layout string where layers do not divide evenly, or where one is stated. Bridge's class
-        for this model asks the string for its layers without saying for which virtual stage.
-    Confirm: layout.vpp; layers over layout.pp x layout.vpp.
-    Fix: VPP 1, or a number of stages that divides the layers.
-    """
-    layout, layers = plan.layout, plan.model.num_layers
-    has_string = layout.stages is not None or layers % layout.chunks != 0
-    if plan.model.family == "gemma4" and layout.pp > 1 and layout.vpp > 1 and has_string:
-        even = [vpp for vpp in range(layout.vpp, 1, -1) if layers % (layout.pp * vpp) == 0]
-        fixes: list[Changes] = [{"layout.vpp": vpp, **_EVENLY} for vpp in [*even, 1]]
-        problem = f"a layout string with VPP {layout.vpp} on {plan.model.name}"
-        yield Finding(at="layout.vpp", problem=problem, fixes=fixes)
-
-
-@rule(
-    target="megatron-bridge",
     rows="PP-VPP VL-GUIDE",
     follows="megatron-core 0.19.2, core/transformer/transformer_layer.py:191",
 )
-def qwen3_vl_without_vpp(plan: Plan) -> Iterator[Finding]:
-    """Qwen3-VL runs in Bridge without virtual stages.
+def bridge_model_without_vpp(plan: Plan) -> Iterator[Finding]:
+    """Qwen3-VL and Gemma 4 run in Bridge without virtual stages.
 
-    Why: Bridge's provider makes the model without saying for which virtual stage, and each of its layers asks.
+    Why: Bridge's providers make these models without saying for which virtual stage, and each of their layers, or the
+        layout string, asks.
     Confirm: layout.vpp.
     Fix: VPP 1.
     """
     layout = plan.layout
-    if plan.model.family == "qwen3_vl_moe" and layout.pp > 1 and layout.vpp > 1:
+    if plan.model.family in ("qwen3_vl_moe", "gemma4") and layout.pp > 1 and layout.vpp > 1:
         problem = f"VPP {layout.vpp} on {plan.model.name}"
         yield Finding(at="layout.vpp", problem=problem, fixes=_ONE_CHUNK)
 
