@@ -221,7 +221,7 @@ KNOBS = [
     case("ep overlap, chunks", "gpt_oss", 4, pp=2, vpp=2, ep=2, knobs={"ep_overlap": True, "delay_wgrad": True},
          spec=FOUR),
     case("ep overlap, fsdp", "mixtral", 4, ep=2, knobs={"ep_overlap": True, **FSDP}),
-    case("experts in one, fsdp", "gpt_oss", 2, often=True, knobs={"expert_fusion": True, **FSDP}),
+    case("experts in one, fsdp", "gpt_oss", 2, knobs={"expert_fusion": True, **FSDP}),
     case("experts in one, hsdp", "deepseek_v3", 8, cp=2, replicate=2, knobs={"expert_fusion": True, **HSDP},
          job={"global_batch": 8}),
     case("experts in one, recomputed", "mixtral", 4, tp=2, knobs={"expert_fusion": True, "recompute": ["moe"], **FSDP}),

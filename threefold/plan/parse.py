@@ -359,6 +359,8 @@ def _as_words(field: Field, value: Any) -> tuple[Any, type | None]:
     if not isinstance(value, list | tuple) or not all(isinstance(word, str) and _is_unicode(word) for word in value):
         return value, None
     words = [aliases.MODULES.get(word, word) if field.path == "knobs.recompute" else word for word in value]
+    if len(words) == 1 and field.choices and str in field.types:  # as an override writes it, which has no brackets
+        return words[0], str
     return tuple(words if field.path == "knobs.cp_comm" else dict.fromkeys(words)), list
 
 

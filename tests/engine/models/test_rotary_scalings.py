@@ -22,15 +22,15 @@ WITH_ROPE = [family for family in (*FAMILIES, *MIXTURES) if family not in ("nemo
 
 def scaling(family: str, kind: str) -> dict[str, Any]:
     """The table of a scaling, with what the family's own configuration says about its rotation."""
-    attention = spec_of(family).attention
-    assert attention is not None
+    spec = spec_of(family)
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
     if kind in ("yarn", "llama3", "longrope"):
         rope["original_max_position_embeddings"] = CONTEXT
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "longrope":
-        count = attention.rope_dim // 2
+        rotated = [each.rope_dim for each in (spec.attention, spec.local_attention) if each is not None]
+        count = max(rotated) // 2  # K-EXAONE rotates in its layers with a window alone
         rope |= {"short_factor": [1.0 + 0.3 * n for n in range(count)], "long_factor": [2.0 + n for n in range(count)]}
     kept = {**config_of(family), **(config_of(family).get("rope_parameters") or {})}
     return rope | {name: kept[name] for name in ("partial_rotary_factor", "mrope_section") if name in kept}

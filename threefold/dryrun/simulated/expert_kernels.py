@@ -29,7 +29,7 @@ class EmptyExpertSteps:
         return x_XD.new_empty(len(weight_R), gate_up_dim), x_XD.new_empty(len(weight_R), gate_up_dim // 2)
 
     def down(self, act_RH: Tensor, down_EDH: Tensor, rows: Any) -> Tensor:
-        return self.to_tokens(act_RH.new_empty(len(act_RH), down_EDH.shape[1]), rows)
+        return self._to_tokens(act_RH.new_empty(len(act_RH), down_EDH.shape[1]), rows)
 
     def act_grad(
         self, grad_XD: Tensor, rows: Any, weight_R: Tensor, down_EDH: Tensor, gate_up_RX: Tensor
@@ -42,9 +42,9 @@ class EmptyExpertSteps:
         return grads
 
     def input_grad(self, grad_RX: Tensor, gate_up_EXD: Tensor, rows: Any) -> Tensor:
-        return self.to_tokens(grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2]), rows)
+        return self._to_tokens(grad_RX.new_empty(len(grad_RX), gate_up_EXD.shape[2]), rows)
 
-    def to_tokens(self, y_RD: Tensor, rows: Any) -> Tensor:
+    def _to_tokens(self, y_RD: Tensor, rows: Any) -> Tensor:
         return y_RD if rows is None or rows.target_R is not None else y_RD.new_empty(len(rows.row_TK), y_RD.shape[1])
 
     def up_grad(
@@ -72,9 +72,9 @@ class EmptyExpertSteps:
         """The rows of tokens, as torch's grouped GEMM reads them; the last ones are kept for the next step."""
         known = self._gathered is not None and self._gathered[0] is by_token_XD
         if rows is not None and not self._gathers_in_place(rows, expert_dim) and not known:
-            self._gathered = by_token_XD, self.gather(by_token_XD, len(by_row_RX))
+            self._gathered = by_token_XD, self._gather(by_token_XD, len(by_row_RX))
 
-    def gather(self, x_TD: Tensor, num_rows: int) -> Tensor:
+    def _gather(self, x_TD: Tensor, num_rows: int) -> Tensor:
         return x_TD.new_empty(num_rows, x_TD.shape[1])
 
 

@@ -125,6 +125,7 @@ class Experts(nn.Module):
         assert order is None
         gate_up_RX = self.up_proj(x_RD, count_E)
         hidden_RH = self.activate(gate_up_RX, weight_R)
+        del gate_up_RX  # where it is offloaded or recomputed its memory is free during FC2
         y_RD = self.down_proj(hidden_RH, count_E)
         if self.down_bias is None:
             return y_RD

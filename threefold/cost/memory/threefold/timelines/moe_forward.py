@@ -262,15 +262,11 @@ def _compute(line: Timeline, rows: MoeRows, received: float, offloaded: float = 
     line.make(weights)
     _run_experts(line, rows, offloaded)
     line.free(weights)
-    result = rows.gathered
-    if rows.is_sorted:
-        line.make(rows.gathered)
-        result += rows.gathered
+    if rows.is_sorted:  # results in the order in which rows arrived
+        line.replace(rows.gathered, rows.gathered)
     if etp > 1:
         line.make(rows.gathered, rows.received)
-        line.free(result + rows.gathered)
-    elif rows.is_sorted:
-        line.free(rows.gathered)
+        line.free(2 * rows.gathered)
     if is_deepep:
         line.replace(received, rows.received)
     # GEMMs in low precision save their input quantized, frozen ones save none, so that the rows are freed here.
