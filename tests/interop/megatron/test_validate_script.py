@@ -210,3 +210,10 @@ def _defined(node: ast.stmt) -> list[str]:
     return (
         [target.id for target in node.targets if isinstance(target, ast.Name)] if isinstance(node, ast.Assign) else []
     )
+
+
+def test_arguments_take_no_modules_of_graphs_back(tmp_path: Path) -> None:
+    """Megatron-LM's parser refuses `--cuda-graph-modules` without a module."""
+    plan = recipe("qwen3-30b-a3b-4k-16xh100-bf16-overlap-wgrad")
+    text = export_files(export_plan(plan, LM), "plan", Options(), str(tmp_path))["arguments.sh"]
+    assert "--cuda-graph-modules" not in text

@@ -244,7 +244,8 @@ def _write_graphs(writer: Writer) -> None:
         writer.put("knobs.graphs", "model.cuda_graph_modules", ("full_iteration",))
     elif scopes:
         writer.put("knobs.graphs", "model.cuda_graph_modules", () if is_full else scopes)
-    elif writer.plan.knobs.delay_wgrad and not is_old:  # Bridge asks for a recipe's modules also without graphs
+    elif writer.plan.knobs.delay_wgrad and not is_old and writer.to == "megatron-bridge":
+        # Bridge asks for a recipe's modules also without graphs; arguments of Megatron-LM have none to take back.
         writer.put("knobs.graphs", "model.cuda_graph_modules", ())
     if is_full and len(scopes) > 1:
         writer.respell("knobs.graphs", "a graph of the full iteration covers the other scopes")
