@@ -32,7 +32,7 @@ def draw(seed: int, planted: Planted, folder: Path) -> tuple[Verdict, int | None
 
 
 def test_planted_deaths_are_named(tmp_path: Path) -> None:
-    """Of 200 logs 95 % are named, and none wrongly with high confidence."""
+    """At least 95 % of 200 logs are named, and none wrongly with high confidence."""
     named, wrong = 0, []
     for seed in range(200):
         planted = DEATHS[seed % len(DEATHS)]

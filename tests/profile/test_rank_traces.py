@@ -118,7 +118,7 @@ def test_an_instance_that_one_rank_lacks_spoils_its_step_alone(tmp_path: Path) -
 
 
 def test_ranks_without_a_trace_stay_open(tmp_path: Path) -> None:
-    """Of two sampled ranks one is late against the other; the two missing ones may be later still."""
+    """One of two sampled ranks is late against the other; the two missing ones may be later still."""
     job = job_of(write_ranks(tmp_path, ranks=(0, 2)))
     assert job.missing == ["unknown ranks 1, 3: whether one of them is late stays open"]
     status = {one.text: one.status for one in job.claims()}

@@ -1,4 +1,4 @@
-"""Who holds memory of tensors: objects whose attributes, or whose running generators, lead to an alias of it."""
+"""Finds what holds memory of tensors: objects whose attributes, or whose running generators, lead to an alias of it."""
 
 import gc
 from collections.abc import Iterable

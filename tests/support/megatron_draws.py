@@ -11,7 +11,7 @@ from threefold.plan.table import FIELDS
 from threefold.spec.megatron import bridge_releases
 from threefold.spec.models import MODELS
 
-# Of families that no release trains, Megatron's one answer is known.
+# Megatron refuses every plan of a family that no release trains, so that those are not drawn.
 _TRAINED = bridge_releases()[-1].families
 DRAWN_MODELS = sorted(name for name, model in MODELS.items() if model.family in _TRAINED and "tiny" not in name)
 # The judge of a plan is its own field, and files and versions of this machine are none of Megatron's.

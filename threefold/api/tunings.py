@@ -60,7 +60,7 @@ def tune_plan(
     if problems := [finding for path in keep for finding in _unknown(path)]:
         raise FindingsError(problems)
     kept = frozenset(keep) | (frozenset() if formats else frozenset(PRECISION_FIELDS))
-    # Of a job nobody here takes the time.
+    # Foreign jobs run elsewhere, so that no budget of time applies.
     settings = Settings(math.inf if is_foreign else budget, trials, tuple(tries), kept)
     tell(f"trials are kept in {folder}")
     with open_ledger(folder) as ledger:

@@ -18,9 +18,9 @@ from threefold.search.price import Priced
 from threefold.search.published_layouts import PublishedLayout, nearest_published
 from threefold.spec.chips import CHIPS
 
-# Of a step: by how much predictions of two runs of one model on one chip at one length were off against each other, in
-# 220 pairs among the published runs (data/published_runs.json, 2026-11-19): at the median, which is never told apart,
-# and in 90 % of the pairs, beyond which everything is.
+# Relative error of a step between two runs of one model on one chip at one length, in 220 pairs of published runs
+# (data/published_runs.json, 2026-11-19). Candidates within the median are never told apart; those beyond the error of
+# 90 % of the pairs always are.
 PAIR_ERROR, PAIR_BAND = 0.05, 0.17
 COMMUNICATION = ("tp", "cp", "ep", "dp")
 NAMED_SHARE = 0.01  # of a step: an advantage in a term below this is not named

@@ -84,7 +84,7 @@ class FullIterationGraph:
         shape = self._tokens_BS.shape
         if batch.tokens_BS.shape != shape or batch.labels_BS.shape != shape:
             return "another shape", f"{tuple(batch.tokens_BS.shape)}, recorded with {tuple(shape)}"
-        # Who asks a pending parameter for its address waits for it, which a replay could not.
+        # Asking a pending parameter for its address waits for its update, which a replay could not do.
         if [p.data_ptr() for p in self._aliases] != self._addresses:
             return "a parameter moved", ""
         if (self.model.depth_label_ratios is None) != (self._label_ratios is None):

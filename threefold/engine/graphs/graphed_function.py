@@ -97,7 +97,7 @@ class GraphedFunction:
                 return "another dtype or device", f"{x.dtype} on {x.device}"
             if x.requires_grad != static_input.requires_grad:
                 return "another need of gradients", ""
-        # Who asks a pending parameter for its address waits for it, which a replay could not.
+        # Asking a pending parameter for its address waits for its update, which a replay could not do.
         if [p.data_ptr() for p in self.weights] != self._addresses:
             return "a parameter moved", ""
         return None
