@@ -152,6 +152,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interleaved-fills-pipeline": ({"job.global_batch": 256}, {"job.global_batch": 512}),
     "pipeline-bubble-small": ({"job.global_batch": 512, "layout.vpp": 2}, {"job.global_batch": 2048}),
     "pipeline-needs-static-lengths": ({"job.dynamic_length": True}, {"job.packing": True}),
+    "load-needs-a-router": ({"job.load": "zipf", "job.routing": "forced-balance"}, {"job.load": "zipf"}),
+    "load-is-readable": ({"job.load": "file:no/such/run"}, {"job.load": "burst"}),
     "forced-balance-is-benchmark": ({"job.routing": "forced-balance"}, {"job.routing": "learned"}),
     "synthetic-data-is-benchmark": ({"job.data": "synthetic"}, {"job.data": ["a.bin", "b.bin"]}),
     "capacity-is-used": ({"job.capacity_scope": "rank"}, {"job.capacity_scope": "rank", "job.capacity_factor": 1.5}),

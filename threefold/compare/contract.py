@@ -49,7 +49,7 @@ _PARTS: tuple[tuple[str, Kind, tuple[str, ...]], ...] = (
     ("routing", "convergence", ("job.routing", "job.capacity")),
     ("losses", "convergence", ("job.aux_loss", "job.seq_aux", "job.z_loss", "job.bias_rate", "job.mtp")),
     ("timing", "execution", ("job.steps", "timing.")),
-    ("run", "execution", ("run.", "job.val_data")),
+    ("run", "execution", ("run.", "job.val_data", "job.load")),
     ("data", "convergence", ("job.data", "job.tokenizer", "job.val_fraction", "job.max_bad", "job.images", "job.seed")),
     ("data", "convergence", ("job.max_pixels", "data", "tokenizer")),
     ("task", "convergence", ("job.task", "job.freeze", "job.lora", "lineage", "benchmark_only")),

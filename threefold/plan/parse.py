@@ -15,10 +15,10 @@ from threefold.layout.stages import parse_stages
 from threefold.plan import aliases
 from threefold.plan.budget import EXAMPLE, budget_bytes, is_budget
 from threefold.plan.plan import Cluster, Job, Knobs, Plan, Run, Stack
-from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
+from threefold.plan.table import AUTO, FIELDS, FILE_FIELDS, FREE, TABLES
 from threefold.plan.words import difference
 from threefold.spec.chips import ChipSpec, chip_name
-from threefold.spec.clusters.chip_description import find_chip, is_file_name
+from threefold.spec.clusters.chip_description import PREFIX, find_chip, is_file_name
 from threefold.spec.hf import model_from_config
 from threefold.spec.model import ModelSpec
 from threefold.spec.models import MODELS
@@ -71,6 +71,10 @@ def parse(
             set_fields["cluster.chip"], own_chip = find_chip(chip, folder)
         except FindingsError as error:
             return Parsed(None, set_fields, free, [*findings, *error.findings])
+    if is_file_name(load := set_fields.get("job.load", "")):
+        record = Path(load.removeprefix(PREFIX))
+        is_beside = folder is not None and not record.is_absolute() and (folder / record).exists()
+        set_fields["job.load"] = f"{PREFIX}{_absolute(folder / record if folder and is_beside else record)}"
     readable = dict(set_fields)
     if model and not model.is_moe and "model.num_experts" in set_fields:
         findings.append(_no_experts(model))
@@ -283,7 +287,7 @@ def _coerce(field: Field, value: Any) -> tuple[Any, Finding | None]:
         return None, _wrong_type(field, value)
     if field.path == "knobs.recompute" and any(is_budget(word) for word in value):
         return value, _budget_problem(field, value)
-    if field.path == "cluster.chip" and is_file_name(value):
+    if field.path in FILE_FIELDS and is_file_name(value):
         return value, None
     if field.choices:
         value = _as_choices(field, value)
@@ -380,6 +384,8 @@ def _not_a_choice(field: Field, value: Any, word: str) -> Finding:
     advice = f"choices: {', '.join(field.choices)}"
     if field.path == "cluster.chip":
         advice += "; another board (PCIe, NVL) is described in a file of its own: cluster.chip=file:PATH"
+    elif field.path in FILE_FIELDS:
+        advice += f"; or {FILE_FIELDS[field.path]}: {field.path}=file:PATH"
     fixes: list[Changes] = [
         {field.path: [choice if w == word else w for w in value] if isinstance(value, tuple) else choice}
         for choice in near

@@ -14,6 +14,7 @@ from threefold.layout.stages import Chunk, balance, parse_stages
 from threefold.notebook import ShownAsTable
 from threefold.plan.budget import budget_bytes
 from threefold.plan.data_entries import parse_entries
+from threefold.plan.load import BALANCED, WORKLOADS
 from threefold.spec.chips import CHIPS, ChipSpec
 from threefold.spec.model import MlaSpec, ModelSpec
 
@@ -99,6 +100,11 @@ class Job:
     packing: bool = item("pack documents into sequences, with their boundaries kept by attention", False)
     dynamic_length: bool = item("sequence lengths differ between microbatches, unpadded", False)
     routing: str = item("who chooses the experts", "learned", choices=("learned", "forced-balance"))
+    load: str = item(
+        "how the router loads experts, for prediction and rehearsal alone: a workload, or file:PATH of a run's record",
+        BALANCED,
+        choices=(BALANCED, *WORKLOADS),
+    )
     capacity_factor: float | None = item(
         "tokens an expert may take, over its fair share; absent: dropless", at_least=0.1, at_most=65_536
     )

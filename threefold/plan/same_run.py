@@ -19,8 +19,8 @@ _CHECKPOINT_KNOBS = ("knobs.precision", "knobs.optimizer_dtype", "knobs.master_w
 # What is known about a model beside what it is; and what no step behind the first one reads.
 _BESIDE = ("name", "source", "published_total", "published_active", "approximate", "init_std")
 MODEL, DATA, TOKENIZER = "model", "sources", "tokenizer"  # the keys of a contract that hold content
-# Neither how long a run is nor what it is evaluated on changes what it learns.
-_FREE = ("job.steps", "job.val_data")
+# Neither how long a run is nor what it is evaluated on changes what it learns, nor how its load is predicted.
+_FREE = ("job.steps", "job.val_data", "job.load")
 _MOST_SHOWN = 6
 _DEEPEST = 4  # tables in each other; a contract may come from a stranger
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from threefold.fields import Field
 from threefold.plan.budget import PATTERN
-from threefold.plan.table import AUTO, FIELDS, FREE, TABLES
+from threefold.plan.table import AUTO, FIELDS, FILE_FIELDS, FREE, TABLES
 from threefold.spec.models import MODELS
 
 
@@ -48,8 +48,8 @@ def _property(field: Field) -> dict[str, Any]:
     options = [_typed(field, kind) for kind in field.types]
     if field.path == "knobs.recompute":
         options.append({"type": "string", "pattern": PATTERN, "description": "a memory budget"})
-    if field.path == "cluster.chip":
-        options.append({"type": "string", "pattern": "^file:", "description": "a chip file of your own"})
+    if field.path in FILE_FIELDS:
+        options.append({"type": "string", "pattern": "^file:", "description": FILE_FIELDS[field.path]})
     if field.path in FREE:
         options.append({"const": AUTO, "description": "left to the search"})
     schema: dict[str, Any] = options[0] if len(options) == 1 else {"anyOf": options}

@@ -35,3 +35,6 @@ FREE = frozenset(
     for path in FIELDS
     if path.startswith(("layout.", "knobs.")) or path in ("job.global_batch", "job.micro_batch", "cluster.gpus")
 )
+
+# Fields of names that also take `file:PATH`, with what such a file is.
+FILE_FIELDS = {"cluster.chip": "a chip file of your own", "job.load": "loads that a run recorded"}

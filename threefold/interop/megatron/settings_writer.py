@@ -187,6 +187,7 @@ NO_COUNTERPART: dict[str, str] = {
     "run.early_stop": "Bridge has no early stopping by an evaluation loss; train.exit_interval ends a run at a step",
     "run.keep_best": "Bridge keeps checkpoints by their step, not by an evaluation loss",
     "run.image_workers": "a matter of the dataset: set dataset.num_workers",
+    "job.load": "how experts are loaded is predicted, not set: Megatron trains with whatever its router chooses",
     "job.images": "a fact about the data: Megatron sees whatever images its dataset has",
     "knobs.compile": "Megatron fuses its elementwise parts by itself; no switch compiles norms and routers",
     "knobs.muon_dtype": "Megatron's muon_fp32_matmul_prec rounds the inputs of fp32 GEMMs, which is another choice",

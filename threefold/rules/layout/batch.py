@@ -1,10 +1,12 @@
 """Batch, microbatches and the pipeline they fill."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from threefold.cost.estimate import gain
 from threefold.cost.fit import surely_fits
-from threefold.findings import Changes, Finding
+from threefold.findings import Changes, Finding, shown
+from threefold.plan.load import BALANCED, load_problems
 from threefold.plan.plan import Plan
 from threefold.remedies.advise import WORTH
 from threefold.rules.base import rule
@@ -165,6 +167,35 @@ def forced_balance_is_benchmark(plan: Plan) -> Iterator[Finding]:
     if plan.model.is_moe and plan.job.routing == "forced-balance":
         problem = "forced balance overrules the router: this run is benchmark-only"
         yield Finding(at="job.routing", problem=problem, fix={"job.routing": "learned"})
+
+
+@rule(rows="RT-LOAD")
+def load_needs_a_router(plan: Plan) -> Iterator[Finding]:
+    """A load of the experts is predicted where a router chooses them.
+
+    Why: forced balance gives every expert the same, and a dense model has no experts: nothing else can be predicted.
+    Confirm: job.load beside job.routing.
+    Fix: job.load = "balanced", or learned routing.
+    """
+    job = plan.job
+    if job.load == BALANCED or (plan.model.is_moe and job.routing == "learned"):
+        return
+    why = f"job.routing is {job.routing}" if plan.model.is_moe else f"{plan.model.name} has no experts"
+    fixes = ({"job.routing": "learned"},) if plan.model.is_moe else ()
+    problem = f"{shown(job.load)}, but {why}"
+    yield Finding(at="job.load", problem=problem, fix={"job.load": BALANCED}, fixes=fixes)
+
+
+@rule(rows="RT-LOAD")
+def load_is_readable(plan: Plan) -> Iterator[Finding]:
+    """A file that job.load names holds loads of as many experts as the model has.
+
+    Why: the shares of the experts are what the file is for.
+    Confirm: `threefold load FILE`.
+    Fix: the folder of a run of this model, or a named workload.
+    """
+    for found in load_problems(plan.job.load, plan.model.num_experts) if plan.model.is_moe else ():
+        yield replace(found, fix={"job.load": BALANCED}, kind="suggestion")
 
 
 @rule(severity="warning", rows="RT-FORCE CF-MOCK")
