@@ -84,7 +84,7 @@ def test_recorded_loads_by_step_layer_and_source(tmp_path: Path) -> None:
 def test_what_is_no_load_is_a_finding(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(FindingsError, match="job.load"):
+    with pytest.raises(FindingsError, match=r"job\.load"):
         expert_shares(f"file:{path}", 2)
 
 

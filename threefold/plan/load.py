@@ -1,4 +1,4 @@
-"""How a router loads its experts: `job.load`, a named workload by formula or what a run recorded. No torch.
+"""The load that a router puts on its experts: `job.load`, a named workload by formula or what a run recorded. No torch.
 
 `expert_shares` returns the share of each expert in the token copies that a source rank routes in a step and layer, and
 `drawn_choices` the experts of its tokens, drawn by these shares. Equal arguments give equal results, on any machine.
@@ -45,7 +45,7 @@ _IDLE_PART, _BURST_EVERY = 1 / 4, 8
 
 @dataclass(frozen=True)
 class RecordedLoad:
-    """What a run recorded: tokens of each expert, by step and layer, and by source rank and layer."""
+    """The record of a run: tokens of each expert, by step and layer, and by source rank and layer."""
 
     steps: tuple[int, ...]
     counts: tuple[tuple[tuple[float, ...], ...], ...]
@@ -64,7 +64,7 @@ class RecordedLoad:
             own = by_rank[rank % len(by_rank)]
             row = tuple(n * (o / m if m else 1.0) for n, o, m in zip(row, own, mean, strict=True))
         total = sum(row)
-        return [one / total for one in row] if total else [1 / len(row)] * len(row)
+        return [n / total for n in row] if total else [1 / len(row)] * len(row)
 
 
 def expert_shares(
@@ -130,16 +130,16 @@ def _capped(shares: Sequence[float], top_k: int) -> list[float]:
     """The shares with what is above 1 / `top_k` spread over the others: by their shares, and evenly where all others
     are full or idle."""
     most, total = 1 / top_k, sum(shares)
-    capped = [one / total for one in shares]
+    capped = [n / total for n in shares]
     for _ in range(len(capped)):
-        excess = sum(one - most for one in capped if one > most)
+        excess = sum(n - most for n in capped if n > most)
         if excess <= 1e-12:
             break
-        room = [one if one < most else 0.0 for one in capped]
+        room = [n if n < most else 0.0 for n in capped]
         if not any(room):
-            room = [float(one == 0.0) for one in capped]
+            room = [float(n == 0.0) for n in capped]
         scale = excess / sum(room)
-        capped = [min(one, most) + r * scale for one, r in zip(capped, room, strict=True)]
+        capped = [min(n, most) + r * scale for n, r in zip(capped, room, strict=True)]
     return capped
 
 
@@ -171,8 +171,8 @@ def drawn_choices(
         order = draw.permutation(num_experts)
         ends = np.cumsum(shares[order] * top_k)
         points = draw.random(len(part))[:, None] + np.arange(top_k)
-        found = order[np.minimum(np.searchsorted(ends / ends[-1] * top_k, points, side="right"), num_experts - 1)]
-        choices[at : at + len(part)] = found
+        places = np.searchsorted(ends / ends[-1] * top_k, points, side="right")
+        choices[at : at + len(part)] = order[np.minimum(places, num_experts - 1)]
         at += len(part)
     return choices
 
@@ -195,7 +195,7 @@ def drawn_counts(
 
 
 def load_problems(load: str, num_experts: int) -> list[Finding]:
-    """What is wrong with a file that a plan names."""
+    """Faults of a file that a plan names."""
     try:
         if load.startswith(PREFIX):
             expert_shares(load, num_experts)
@@ -205,7 +205,7 @@ def load_problems(load: str, num_experts: int) -> list[Finding]:
 
 
 def read_load(path: str | Path) -> RecordedLoad:
-    """What a file, or the folder of a run, says of loads. Raises findings."""
+    """The loads in a file or in the folder of a run. Raises findings."""
     file = Path(path).expanduser()
     if file.is_dir():
         file = next((file / name for name in (ROUTING, LOADS) if (file / name).exists()), file / LOADS)
@@ -242,12 +242,12 @@ def _table(value: Any, may_be_empty: bool = False) -> tuple[tuple[tuple[float, .
     for table in value:
         if not isinstance(table, list) or not table or not all(isinstance(row, list) and row for row in table):
             raise wrong
-        if not all(type(one) in (int, float) and 0 <= one <= MOST_TOKENS for row in table for one in row):
+        if not all(type(n) in (int, float) and 0 <= n <= MOST_TOKENS for row in table for n in row):
             raise wrong  # false of NaN
     return tuple(tuple(tuple(map(float, row)) for row in table) for table in value)
 
 
 def _finding(load: str, problem: str) -> Finding:
     advice = f"write {BALANCED}, {', '.join(WORKLOADS)}, or file:PATH of a run's folder or of its {ROUTING}"
-    said = load if load.startswith(PREFIX) else PREFIX + load
-    return Finding(rule="load-is-readable", at="job.load", problem=f"{shown(said)}: {problem}", advice=advice)
+    name = load if load.startswith(PREFIX) else PREFIX + load
+    return Finding(rule="load-is-readable", at="job.load", problem=f"{shown(name)}: {problem}", advice=advice)
