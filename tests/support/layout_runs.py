@@ -89,13 +89,39 @@ def run_draw(drawn: Drawn, limit: float = RANKS_LIMIT, reads_data: bool = False)
         return Outcome(drawn, resolved, "DIFFERENT", repr(error))
     if not as_trained:
         return Outcome(drawn, resolved, *judge_comparison(found))
-    if not plan.low_precision:
-        return Outcome(drawn, resolved, *judge_roughly(found))
-    # What eight bits round moves the weights, and these the next norm: with weights moved by 1e-3 of themselves, less
-    # than bf16 rounds, the second norm of one rank in nvfp4 was seen 0.41 from its own, and the first one 0.03.
-    # Gradients of adapters alone are small next to it from the first step on: 0.24, where one rank was in fp8-cs and in
-    # fp32, and the layout had the norm of one rank to six digits in fp32.
-    return Outcome(drawn, resolved, *judge_roughly(found, 0 if plan.job.lora_rank else 1))
+    num_norms = STEPS
+    if plan.low_precision:
+        # What eight bits round moves the weights, and these the next norm: with weights moved by 1e-3 of themselves,
+        # less than bf16 rounds, the second norm of one rank in nvfp4 was seen 0.41 from its own, and the first one
+        # 0.03. Gradients of adapters alone are small next to it from the first step on: 0.24, where one rank was in
+        # fp8-cs and in fp32, and the layout had the norm of one rank to six digits in fp32.
+        num_norms = 0 if plan.job.lora_rank else 1
+    kind, said = judge_roughly(found, num_norms)
+    if (
+        kind == "DIFFERENT"
+        and judge_roughly(found, 0)[0] == "near"
+        and _format_moves_norms(found, plan, num_norms, limit)
+    ):
+        kind, said = "near", ""
+    return Outcome(drawn, resolved, kind, said)
+
+
+def _format_moves_norms(found: Comparison, plan: Plan, num_norms: int, limit: float) -> bool:
+    """Whether the format moves one rank's own gradient norms further than the layout does, which equals it in fp64.
+
+    Seen of Gemma 4: one rank in fp8-cs has a norm of 13.3, in fp64 of 8.8, and a layout in fp8-cs of 16.7.
+    """
+    plain = {f"fp8_{part}": False for part in ("params", "attention", "output", "dispatch")}
+    knobs = replace(plan.knobs, precision="bf16", **plain)
+    rates = [learning_rate(plan.job, step) for step in range(STEPS)]
+    with stand_ins(plan):
+        exact = compare_with_one_rank(replace(plan, knobs=knobs), STEPS, torch.float64, limit=limit, rates=rates)
+    pairs = zip(found.norms[:num_norms], exact.norms, strict=False)
+    return (
+        exact.largest <= TOLERANCE
+        and not exact.problems
+        and all(abs(one - other) <= max(NORM_TOLERANCE * one, abs(one - true)) for (one, other), (true, _) in pairs)
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 import layout_runs
 import pytest
 import tiny_vision
+import torch
 from drawn_coverage import Coverage, fields_to_draw
 from drawn_fields import NOT_DRAWN
 from drawn_layouts import Drawn, Resolved, draw_layout, resolve
@@ -221,6 +222,24 @@ def test_rounding_that_adamw_enlarges_is_tried_with_a_larger_epsilon(
     assert epsilons[1:] == [1e-4]
     for fault in ({"weight": 3e-2}, {"weight": 1e-9, "gradient": 1e-11}, {"weight": 1e-9, "problems": ("a rank",)}):
         assert not layout_runs.may_be_rounding(compared(**fault))
+
+
+@pytest.mark.parametrize(
+    ("exact_norm", "in_fp64", "kind"), [(8.8, 1e-14, "near"), (12.9, 1e-14, "DIFFERENT"), (8.8, 1e-3, "DIFFERENT")]
+)
+def test_a_norm_may_be_as_far_off_as_the_format_moves_that_of_one_rank(
+    exact_norm: float, in_fp64: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms of draw late-users/154, Gemma 4 in fp8-cs: the layout must also equal one rank in fp64, without FP8."""
+
+    def compare(plan: Plan, steps: int, dtype: torch.dtype, *args: object, **options: object) -> Comparison:
+        if dtype is torch.float64:
+            assert not plan.low_precision
+            return compared(norms=((exact_norm, exact_norm),) * 2, weight=in_fp64)
+        return compared(norms=((13.3, 16.7),) * 2, steps=((4.2, 4.2),) * 2, gradient=1.6)
+
+    monkeypatch.setattr(layout_runs, "compare_with_one_rank", compare)
+    assert run_draw(draw_layout(f"default suite/{SAMPLE[0]}", as_trained=True)).kind == kind
 
 
 def test_a_rough_comparison_sees_what_rounding_is_not() -> None:
