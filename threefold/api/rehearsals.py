@@ -58,7 +58,7 @@ def with_advice(found: "Rehearsal") -> "Rehearsal":
 
 
 def predicted_snapshot(found: "Rehearsal", loads: "ExpertLoads | None" = None) -> bytes:
-    """Every allocation of the fullest rank's step, as a file of PyTorch's memory viewer. The rank runs once more."""
+    """Every allocation of the largest rank's step, as a file of PyTorch's memory viewer. The rank runs once more."""
     from threefold.diagnose.snapshots.predicted import Change, snapshot_of
     from threefold.dryrun.rehearse_rank import rehearse_rank
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeline", metavar="FILE", help="write live bytes over the step (JSON)")
     parser.add_argument("--plot", metavar="FILE", help="draw them")
     parser.add_argument(
-        "--snapshot", metavar="FILE", help="write the fullest rank's allocations for PyTorch's memory viewer (.pickle)"
+        "--snapshot", metavar="FILE", help="write the largest rank's allocations for PyTorch's memory viewer (.pickle)"
     )
 
 

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also simulate steps in which each pass of a rank deviates by X, such as 0.02",
     )
     parser.add_argument(
-        "--snapshot", metavar="FILE", help="write the fullest stage's memory for PyTorch's memory viewer (.pickle)"
+        "--snapshot", metavar="FILE", help="write the largest stage's memory for PyTorch's memory viewer (.pickle)"
     )
     parser.add_argument(
         "--assume",

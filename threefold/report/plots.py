@@ -81,7 +81,7 @@ def _throughput(axes: Axes, found: Sweep) -> None:
 
 
 def _memory(axes: Axes, found: Sweep) -> None:
-    """Bars of the fullest stage; hatched where it does not fit."""
+    """Bars of the largest stage; hatched where it does not fit."""
     bottoms = [0.0] * len(found.points)
     for name, color in zip(_ORDER, _COLORS, strict=True):
         heights = [_group(point, name) / GIB for point in found.points]
@@ -97,7 +97,7 @@ def _memory(axes: Axes, found: Sweep) -> None:
         xytext=(4, 3), textcoords="offset points", color="#a33", fontsize=9,
     )  # fmt: skip
     axes.set_ylim(0, 1.25 * max([room, *bottoms]))
-    axes.set_ylabel("GiB on the fullest GPU")
+    axes.set_ylabel("GiB on the largest GPU")
     _legend_above(axes)
 
 

@@ -240,7 +240,7 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
 
 
 def _legend(found: SearchResult) -> str:
-    legend = "TFLOP/s and tok/s are a GPU's, GiB the fullest rank's, predicted and at the top of its band."
+    legend = "TFLOP/s and tok/s are a GPU's, GiB the largest rank's, predicted and at the top of its band."
     return f"{legend} {found.group}" if found.group else legend
 
 

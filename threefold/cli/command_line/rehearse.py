@@ -62,7 +62,7 @@ class Rehearsed:
 
 
 def rehearse_first(candidates: Sequence["Candidate"], count: int) -> tuple[list["Candidate"], list[Rehearsed]]:
-    """The first `count`, each on the stage predicted to be the fullest; those that do not fit go last of them."""
+    """The first `count`, each on the stage predicted to be the largest; those that do not fit go last of them."""
     from threefold.dryrun.rehearse_plan import rehearse as rehearse_ranks
 
     seen: list[tuple[Rehearsed, Candidate]] = []
@@ -90,5 +90,5 @@ def rehearsed_text(seen: Sequence[Rehearsed], candidates: Sequence["Candidate"])
         size = "-" if one.device_bytes is None else f"{one.device_bytes / GIB:.1f}"
         guess = f"{candidate.estimate.memory.device_bytes / GIB:.1f}"
         rows.append([str(place), str(one.place), size, guess, "fits" if one.fits else "does not fit", one.said])
-    header = ["#", "was", "GiB rehearsed", "estimated", "", "where it is fullest"]
+    header = ["#", "was", "GiB rehearsed", "estimated", "", "where it peaks"]
     return f"rehearsed on this engine\n{table(header, rows)}"

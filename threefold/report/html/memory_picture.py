@@ -1,4 +1,4 @@
-"""Memory against the chip: a waterfall of the fullest stage, term by term, and one bar a stage."""
+"""Memory against the chip: a waterfall of the largest stage, term by term, and one bar a stage."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,7 +37,7 @@ def memory_figures(plan: Plan, found: Estimate) -> list[Markup]:
 
 
 def waterfall_figure(plan: Plan, found: Estimate) -> Markup:
-    """The terms of the fullest stage, each from where the one before it ends, up to the chip's memory."""
+    """The terms of the largest stage, each from where the one before it ends, up to the chip's memory."""
     worst, chip = found.memory.worst, float(plan.chip.memory_bytes)
     terms = [(name, size) for name, size in in_order(worst) if size > worst.device_bytes / 500]
     low, high = found.device_bytes_band
@@ -64,7 +64,7 @@ def waterfall_figure(plan: Plan, found: Estimate) -> Markup:
     rows = [[name, format_bytes(size), f"{size / worst.device_bytes:.1%}"] for name, size in in_order(worst) if size]
     rows.append(["= on the device", format_bytes(worst.device_bytes), "100.0%"])
     return figure(
-        f"Memory of the fullest rank, stage {worst.stage}",
+        f"Memory of the largest rank, stage {worst.stage}",
         f"The peak comes at {worst.moment}. The line across the sum is the band of the estimate, "
         f"{format_bytes(low)} to {format_bytes(high)}.",
         drawing(bottom + 60, label, *parts, _legend(terms, bottom + 54)),

@@ -94,7 +94,7 @@ def estimate_tiles(plan: Plan, found: Estimate) -> list[Tile]:
     basis = "calibrated" if found.calibrated else "uncalibrated"
     return [
         Tile(
-            "Memory of the fullest rank",
+            "Memory of the largest rank",
             size,
             unit,
             f"{used:.0%} of {plan.chip.name}, {room}: {state}",
@@ -125,7 +125,7 @@ def run_tiles(run: RunRecord, found: Estimate | None) -> list[Tile]:
     useful = run.last("useful_tokens_per_second")
     skipped = run.last("skipped_steps") or 0
     on_cpu = run.plan.chip.architecture == "cpu"  # where the whole process is measured, and tensors are estimated
-    counted = "resident, with Python and torch" if on_cpu else "peak of the fullest rank"
+    counted = "resident, with Python and torch" if on_cpu else "peak of the largest rank"
     marks = [
         Tile(
             "Steps done", f"{done:,.0f}", f"of {run.plan.job.steps:,}", f"{skipped:,.0f} skipped", "bad" * bool(skipped)
