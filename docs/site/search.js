@@ -1,7 +1,7 @@
 // The search of `threefold find` for the site: the same entries, synonyms and ranking as threefold/lookup/search.py.
 // A test compares the two. `data` is what build.py writes: entries as [kind, name, answer, text, page], and constants.
 
-const spaced = (text) => " " + text.toLowerCase().replace(/[^a-z0-9+]+/g, " ");
+const spaced = (text) => " " + text.toLowerCase().replace(/[^a-z0-9+]+/g, " ").trim();
 
 function stem(word) {
   for (const ending of ["ings", "ing", "ed", "es", "s", "e"])
@@ -66,12 +66,12 @@ function find(query, data, most) {
   }
   const asked = [...weights.values()].filter((weight) => weight === 1.0).length || 1;
   const stems = [...weights.keys()].map((word) => spaced(word).slice(1));
-  const normal = spaced(query).trimEnd();
+  const normal = spaced(query);
   const ranked = data.pool.flatMap(([entry, name, answer], index) => {
     if (!scores[index]) return [];
     const last = spaced(entry[1].split(".").pop());
-    const isName = [name, last, name.replace(" threefold", "")].includes(normal);
     const isBehind = entry[4].startsWith("log/") || entry[1].startsWith("--");
+    const isName = !isBehind && [name, last, name.replace(" threefold", "")].includes(normal);
     const prior = isBehind ? data.behind : data.prior[entry[0]] ?? 1.0;
     const phrase = isName ? 3.0 : name.includes(normal) || answer.includes(normal) ? 1.25 : 1.0;
     const parts = name.split(" ").filter((part) => part && !stop.has(part));

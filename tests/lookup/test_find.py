@@ -1,6 +1,8 @@
 """The search finds what users mean: phrases with the entries of which one must be among the first three."""
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -110,3 +112,11 @@ def test_every_entry_has_a_name_and_an_answer_of_one_line() -> None:
     entries = [*all_entries(), *setting_entries(), *run_entries()]
     assert [entry.name for entry in entries if not entry.name or "\n" in entry.name or "\n" in entry.answer] == []
     assert {entry.kind for entry in entries} == set(KINDS)
+
+
+def test_a_search_reads_pages_and_no_more() -> None:
+    """A search is to end within 0.3 s of CPU. A clock measures how busy a machine is; what is imported takes most."""
+    shown = "import sys, threefold.lookup.search as s; s.find('a2a overlap'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    heavy = ("threefold.cost", "threefold.remedies", "threefold.rules", "threefold.engine", "torch", "numpy")
+    assert [name for name in done.stdout.split() if name.startswith(heavy)] == []

@@ -86,6 +86,7 @@ def test_the_page_lists_the_catalogue() -> None:
         assert [cell.strip() for cell in row.split("|")[2:-1]] == [
             ", ".join(remedy.answers),
             remedy.what,
+            ", ".join(f"`{field}`" for field in remedy.fields),
             remedy.needs,
             remedy.numbers,
         ]

@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from threefold.diagnose.deaths.catalogue import catalogue
-from threefold.remedies.catalogue import CATALOGUE
+from threefold.diagnose.deaths.catalogue import entries as deaths
 
 KINDS = ("rule", "field", "name", "command", "word", "doc", "recipe", "card", "run", "row", "death", "remedy")
 _TELLING = 60  # letters of a row of a table from which on it says something by itself
@@ -47,7 +46,7 @@ def shipped(name: str) -> Path:
 @cache
 def all_entries() -> tuple[Entry, ...]:
     """Every entry but those of settings and published runs, which are large and have readers of their own."""
-    return (*_pages(), *_recipes(), *_cards(), *_deaths(), *_remedies())
+    return (*_pages(), *_recipes(), *_cards(), *_deaths())
 
 
 def _pages() -> Iterator[Entry]:
@@ -74,9 +73,7 @@ def _sections(page: str, text: str) -> Iterator[Entry]:
         title = title or re.sub(r"^(Reference|Guide|Log): ", "", heading)
         read_on = f"{page}#{_anchor(heading)}"
         yield Entry("doc", name, _first_sentence(body), body, read_on)
-        # Remedies are entries of their own.
-        has_rows = page.startswith(("docs/guide/", "docs/reference/")) and not page.endswith("remedies.md")
-        for cells in table_rows(body) if has_rows else ():
+        for cells in table_rows(body) if page.startswith(("docs/guide/", "docs/reference/")) else ():
             if sum(map(len, cells[1:])) >= _TELLING:
                 yield Entry("row", f"{name}: {_plain(cells[0])}", _plain("; ".join(cells[1:])), "", read_on)
 
@@ -123,7 +120,20 @@ def _coverage(page: str, text: str) -> Iterator[Entry]:
             yield Entry("row", cells[0], _plain(cells[1]), _plain(" ".join(cells[2:])), page)
 
 
+def _remedies(page: str, text: str) -> Iterator[Entry]:
+    """What could help a plan, as `plan`, `check`, `profile` and `tune` offer it where they have tried it."""
+    yield from (entry for entry in _sections(page, text) if entry.kind == "doc")
+    for cells in table_rows(text):
+        if len(cells) == 6 and cells[0].startswith("`"):
+            name, answers, what, sets, needs, numbers = (cell.replace("`", "") for cell in cells)
+            said = {"sets": sets, "needs": needs, "numbers:": numbers}
+            facts = "; ".join(f"{key} {value}" for key, value in said.items() if value)
+            answer = f"{what} (against {answers}; {facts})"
+            yield Entry("remedy", name, answer, "", "threefold profile, tune and check try it on a plan")
+
+
 _READERS = {
+    "docs/reference/remedies.md": _remedies,
     "docs/reference/findings.md": _findings,
     "docs/reference/plan-fields.md": _fields,
     "docs/reference/commands.md": _commands,
@@ -159,22 +169,11 @@ def _cards() -> Iterator[Entry]:
 
 def _deaths() -> Iterator[Entry]:
     """What `diagnose` knows jobs to die of. The patterns of logs are searched as the words that they look for."""
-    for death in catalogue():
-        patterns = re.sub(r"\\[a-zA-Z]|[^\w\s.:-]", " ", " ".join(pattern.pattern for pattern in death.match))
-        text = f"{patterns} {death.confirm} {death.fix} {death.source}"
-        yield Entry(
-            "death", death.slug, f"{death.cause}; fix: {death.fix}", text, f"threefold check --explain {death.slug}"
-        )
-
-
-def _remedies() -> Iterator[Entry]:
-    """What could help a plan, as `plan`, `check`, `profile` and `tune` offer it where they have tried it."""
-    for remedy in CATALOGUE:
-        needs = f"; needs {remedy.needs}" if remedy.needs else ""
-        sets = f"; sets {', '.join(remedy.fields)}" if remedy.fields else ""
-        answer = f"{remedy.what} (against {', '.join(remedy.answers)}{sets}{needs}; numbers: {remedy.numbers})"
-        text = " ".join((*remedy.axes, *remedy.kernels, f"since Megatron Bridge {remedy.since}"))
-        yield Entry("remedy", remedy.name, answer, text, "threefold profile, tune and check try it on a plan")
+    for death in deaths():
+        patterns = re.sub(r"\\[a-zA-Z]|[^\w\s.:-]", " ", " ".join(death["match"]))
+        text = f"{patterns} {death['confirm']} {death['fix']} {death['source']}"
+        answer = f"{death['cause']}; fix: {death['fix']}"
+        yield Entry("death", death["slug"], answer, text, f"threefold check --explain {death['slug']}")
 
 
 @cache

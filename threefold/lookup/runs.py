@@ -10,6 +10,13 @@ Row = Mapping[str, Any]
 _AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 
 
+def shape_text(row: Row) -> str:
+    """Model, machine, precision and length, as far as the row says them."""
+    tokens = f"{row['seq_len']} tokens" if row.get("seq_len") else ""
+    machine = f"{row.get('gpus') or '?'} x {row.get('system') or '?'}"
+    return ", ".join(filter(None, (row["model"], machine, row.get("precision"), tokens)))
+
+
 def layout_text(row: Row) -> str:
     degrees = " ".join(f"{axis.upper()} {row[axis]}" for axis in _AXES if (row.get(axis) or 1) > 1)
     return f"{degrees} FSDP".strip() if row.get("fsdp") else degrees
@@ -49,8 +56,8 @@ def run_entries() -> tuple[Entry, ...]:
 
 def _entries() -> Iterator[Entry]:
     for row in published_runs():
-        shape = f"{row.get('model')} on {row.get('gpus')} x {row.get('system')}, {row.get('seq_len')} tokens"
-        answer = f"{shape}, {row.get('precision')}, {layout_text(row)}: {speed_text(row)}; {knobs_text(row)}"
+        told = ", ".join(filter(None, (shape_text(row), layout_text(row))))
+        answer = f"{told}: {'; '.join(filter(None, (speed_text(row), knobs_text(row))))}"
         caveats = f"{row.get('perf_class')}, {row.get('release')}, {row.get('source')}"
         yield Entry("run", row["id"], answer, f"{row.get('notes') or ''} {row.get('ab_variable') or ''}", caveats)
 
@@ -69,8 +76,7 @@ def matched_pairs(words: list[str]) -> list[dict[str, Any]]:
             "runs": [
                 {
                     "id": row["id"],
-                    "shape": f"{row['model']}, {row.get('gpus') or '?'} x {row['system']}, {row.get('precision')}"
-                    + (f", {row['seq_len']} tokens" if row.get("seq_len") else ""),
+                    "shape": shape_text(row),
                     "settings": ", ".join(filter(None, (layout_text(row), knobs_text(row)))),
                     "speed": speed_text(row),
                     "of_first": _ratio(row, rows[0]),

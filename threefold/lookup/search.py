@@ -6,6 +6,7 @@ and counted in a tenth of a second.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 
@@ -14,13 +15,15 @@ from threefold.lookup.names import setting_entries
 from threefold.lookup.runs import run_entries
 from threefold.lookup.synonyms import related
 
-Searched = tuple[Entry, str, str, str]
+Searched = tuple[Entry, str, str, str, str]  # its name, answer and text in plain words, and all of these
 _NAME, _ANSWER, _TEXT = 5.0, 2.5, 1.0
 _BEHIND = 0.6  # the prior of logs of measurements, and of arguments
 _LOG = 3.0  # the text of a death has the words of logs
 _LONG = 1500.0  # letters beyond which a text says less by having a word
 # Guides and rules answer; logs and lists of coverage back them up.
 _PRIOR = {"rule": 1.2, "field": 1.25, "command": 1.1, "word": 1.1, "recipe": 0.8, "row": 0.7, "run": 0.5, "name": 0.7}
+_KEPT = "abcdefghijklmnopqrstuvwxyz0123456789+"
+_PLAIN = defaultdict(lambda: " ", {ord(letter): letter for letter in _KEPT})
 _STOP = set(
     re.findall(
         r"\w+",
@@ -39,23 +42,21 @@ def find(query: str, kind: str | None = None, most: int = 8) -> list[Entry]:
             weights[word] = max(weight, weights.get(word, 0.0))
     if not weights:
         return []
-    return [entry for _, entry in _ranked(_spaced(query).rstrip(), weights, _pool(kind))[:most]]
+    return [entry for _, entry in _ranked(_spaced(query), weights, _pool(kind))[:most]]
 
 
 @cache
 def _pool(kind: str | None) -> tuple[Searched, ...]:
     """The entries to search, with their name, answer and text in plain words."""
     every = run_entries() if kind == "run" else (*all_entries(), *setting_entries())
-    return tuple(
-        (entry, _spaced(entry.name), _spaced(entry.answer), _spaced(entry.text))
-        for entry in every
-        if kind in (None, entry.kind)
-    )
+    texts = ((entry, entry.name, entry.answer, entry.text) for entry in every if kind in (None, entry.kind))
+    plain = ((entry, *map(_spaced, parts)) for entry, *parts in texts)
+    return tuple((entry, name, answer, text, name + answer + text) for entry, name, answer, text in plain)
 
 
 def _spaced(text: str) -> str:
     """Lower case, with one space before each word and nothing else between them."""
-    return " " + re.sub(r"[^a-z0-9+]+", " ", text.lower())
+    return " " + " ".join(text.lower().translate(_PLAIN).split())
 
 
 def _words(text: str) -> list[str]:
@@ -79,17 +80,11 @@ def _ranked(query: str, weights: dict[str, float], texts: Sequence[Searched]) ->
     own = [0] * len(texts)
     for word, weight in weights.items():
         spaced = _spaced(word)
-        hits = [
-            _NAME * (spaced in name)
-            + _ANSWER * (spaced in answer)
-            + _text_hit(text.count(spaced), len(text)) * (_LOG if entry.kind == "death" else 1.0)
-            for entry, name, answer, text in texts
-        ]
-        spread = math.log(1 + len(texts) / (1 + sum(hit > 0 for hit in hits)))
-        for index, hit in enumerate(hits):
-            if hit:
-                scores[index] += weight * spread * hit / (hit + 2.0)
-                own[index] += weight == 1.0
+        hits = {index: _hit(spaced, found) for index, found in enumerate(texts) if spaced in found[-1]}
+        spread = math.log(1 + len(texts) / (1 + len(hits)))
+        for index, hit in hits.items():
+            scores[index] += weight * spread * hit / (hit + 2.0)
+            own[index] += weight == 1.0
     asked = sum(weight == 1.0 for weight in weights.values()) or 1
     stems = tuple(_spaced(word)[1:] for word in weights)
     ranked = [
@@ -100,17 +95,20 @@ def _ranked(query: str, weights: dict[str, float], texts: Sequence[Searched]) ->
     return sorted(ranked, key=lambda item: (-item[0], item[1].kind, item[1].name))
 
 
-def _text_hit(count: int, letters: int) -> float:
-    return _TEXT * math.log1p(count) / (1.0 + letters / _LONG) if count else 0.0
+def _hit(word: str, searched: Searched) -> float:
+    entry, name, answer, text, _ = searched
+    count = text.count(word)
+    behind = _TEXT * math.log1p(count) / (1.0 + len(text) / _LONG) if count else 0.0
+    return _NAME * (word in name) + _ANSWER * (word in answer) + behind * (_LOG if entry.kind == "death" else 1.0)
 
 
 def _final(score: float, share: float, query: str, stems: tuple[str, ...], texts: Searched) -> float:
     """Entries that have more of the query's own words, its very phrase, or its name, come first."""
-    entry, name, answer, _ = texts
-    is_name = query in (name, _spaced(entry.name.rpartition(".")[2]), name.replace(" threefold", "", 1))
+    entry, name, answer, _, _ = texts
     is_behind = entry.read_on.startswith("docs/log/") or entry.name.startswith("--")  # arguments repeat fields
+    names = (name, _spaced(entry.name.rpartition(".")[2]), name.replace(" threefold", "", 1))
     prior = _BEHIND if is_behind else _PRIOR.get(entry.kind, 1.0)
-    phrase = 3.0 if is_name else 1.25 if query in name or query in answer else 1.0
+    phrase = 3.0 if query in names and not is_behind else 1.25 if query in name or query in answer else 1.0
     return prior * score * (0.4 + 0.6 * share) * (1.0 + 0.6 * _share_of_name(name, stems)) * phrase
 
 

@@ -92,10 +92,12 @@ def known_names() -> list[str]:
 
 
 def names_of(field: str) -> list[str]:
-    """Megatron's names that set one of our fields, alone or together with others."""
+    """Megatron's names that set one of our fields, alone or together with others, but those that switch it off."""
     found = [name for name, path in _PLAIN.items() if path == field]
     for name, convert in _CONVERTED.items():
-        set_by = {path for sample in (True, "full") for path in convert(name, sample)[0]}
+        set_by = {
+            path for sample in (True, "full") for path, value in convert(name, sample)[0].items() if value is not False
+        }
         found += [name] if field in set_by else []
     return [*found, *(("bf16", "fp16") if field == "knobs.precision" else ())]
 

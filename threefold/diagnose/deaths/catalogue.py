@@ -42,10 +42,16 @@ class Death:
     rows: tuple[str, ...] = ()
 
 
+def entries() -> list[dict[str, Any]]:
+    """The entries as they are written, whose expressions nobody has compiled."""
+    content = files("threefold.diagnose.deaths").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    found: list[dict[str, Any]] = tomllib.loads(content)["death"]
+    return found
+
+
 @cache
 def catalogue() -> tuple[Death, ...]:
-    content = files("threefold.diagnose.deaths").joinpath("catalogue.toml").read_text(encoding="utf-8")
-    return tuple(_death(entry) for entry in tomllib.loads(content)["death"])
+    return tuple(_death(entry) for entry in entries())
 
 
 def _death(entry: dict[str, Any]) -> Death:
