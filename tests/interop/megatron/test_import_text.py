@@ -142,6 +142,20 @@ def test_the_table_that_megatron_lm_prints_is_read(rank: str) -> None:
     }
 
 
+def test_the_table_of_every_argument_is_its_plan() -> None:
+    """What Megatron-LM 0.19.2 prints of the export of a recipe: sizes of what is off stand there at their defaults."""
+    text = (ROOT / "tests" / "interop" / "megatron" / "megatron_lm_arguments.log").read_text(encoding="utf-8")
+    imported = import_text(text, {"cluster.chip": "gb200"})
+    assert imported.plan is not None, imported.findings
+    assert rules(imported) == ["import-without-counterpart"]
+    own = {
+        "job.seed": 1234,
+        "run.log_every": 100,
+        "knobs.loss_fusion": False,
+    }  # Megatron-LM's; the fused loss is Bridge's
+    assert dict(imported.plan.written) == dict(recipe("deepseek-v3-4k-256xgb200-mxfp8").written) | own
+
+
 SCRIPT = """
 from megatron.bridge.recipes.qwen.qwen3_moe import qwen3_30b_a3b_pretrain_config
 from megatron.bridge.training.comm_overlap import CommOverlapConfig

@@ -437,6 +437,10 @@ def test_values_of_another_kind_are_no_conflict() -> None:
     assert conflicts("inprocess_restart.soft_timeout=long model.hierarchical_context_parallel_sizes=many") == []
 
 
+def test_an_older_name_alone_is_no_conflict() -> None:
+    assert conflicts("model.cuda_graph_impl=transformer_engine model.cuda_graph_scope=[attn]") == []
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -6,7 +6,7 @@ arguments.
 
 from typing import Any
 
-from threefold.interop.megatron.settings_writer import Settings
+from threefold.interop.megatron.field_names import Settings
 from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec, ModelSpec, MoeSpec
 from threefold.spec.models import MODELS
 

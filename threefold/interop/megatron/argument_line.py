@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from threefold.findings import Finding, did_you_mean
-from threefold.interop.megatron.field_names import ARGUMENT_AGAINST, ARGUMENT_FIELDS, BRIDGE_ONLY
+from threefold.interop.megatron.field_names import ARGUMENT_AGAINST, ARGUMENT_FIELDS, BRIDGE_ONLY, Settings
 from threefold.interop.megatron.releases import Argument, Release, known_releases
-from threefold.interop.megatron.settings_writer import Settings, argument_for, plain_value
+from threefold.interop.megatron.settings_writer import argument_for, plain_value
 
 # What Megatron-LM does where an argument is absent, for settings that stand for a field of a plan.
 DEFAULTS: Settings = {
@@ -161,6 +161,18 @@ _TABLE_START, _TABLE_END = "--- arguments ---", "--- end of arguments ---"
 # What Megatron-LM's table says of the run itself, and not of its job.
 _RUN_FACTS = ("rank", "local_rank", "world_size", "data_parallel_size", "transformer_pipeline_model_parallel_size")
 
+# A table has every argument. What nothing reads, because an argument has one of these values, is no size of a model.
+_UNREAD = (
+    ("multi_latent_attention", ("False",), ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb", "v_head_dim")),
+    ("multi_latent_attention", ("True",), ("kv_channels",)),
+    ("group_query_attention", ("False",), ("num_query_groups",)),
+    ("num_experts", ("None",), ("moe_", "expert_")),
+    ("moe_token_dispatcher_type", ("alltoall", "allgather"), ("moe_flex_dispatcher_", "moe_deepep_", "moe_hybridep_")),
+    ("moe_flex_dispatcher_backend", ("deepep",), ("moe_hybridep_",)),
+    ("moe_flex_dispatcher_backend", ("hybridep",), ("moe_deepep_",)),
+    ("fp16", ("False",), ("initial_loss_scale", "loss_scale_window")),
+)
+
 
 def is_table(text: str) -> bool:
     """Whether a text is, or holds, the table of arguments that Megatron-LM prints when it starts."""
@@ -172,12 +184,13 @@ def read_table(text: str) -> tuple[Settings, int | None]:
     table = text.partition(_TABLE_START)[2].partition(_TABLE_END)[0]
     matches = (_TABLE_ROW.search(line) for line in table.splitlines())
     rows = {match[1]: match[2] for match in matches if match}
+    unread = tuple(name for switch, values, names in _UNREAD if rows.get(switch) in values for name in names)
     against = {argument[2:].replace("-", "_"): path for path, argument in ARGUMENT_AGAINST.items()}
     settings: Settings = dict(DEFAULTS)
     for name, written in rows.items():
         value = _table_value(written)
         path = _PATHS.get(name, f"model.{name}")
-        if name in _RUN_FACTS or (path not in settings and value in (None, False, ())):
+        if name in _RUN_FACTS or name.startswith(unread) or (path not in settings and value in (None, False, ())):
             continue
         settings[path] = not value if name in against and isinstance(value, bool) else value
     ranks = rows.get("world_size", "")

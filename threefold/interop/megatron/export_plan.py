@@ -6,10 +6,10 @@ from typing import Any
 from threefold.interop.megatron.architecture import FAMILIES, architecture, match_model
 from threefold.interop.megatron.argument_line import read_arguments, write_arguments
 from threefold.interop.megatron.environment import Variable, environment_of
-from threefold.interop.megatron.field_names import FLEX, SCRIPT_CHIPS
+from threefold.interop.megatron.field_names import FLEX, SCRIPT_CHIPS, Settings
 from threefold.interop.megatron.models import Selection, dataset_kind, select_model
 from threefold.interop.megatron.releases import Release, find_release
-from threefold.interop.megatron.settings_writer import SAME_AS_ABSENT, Inexpressible, Settings, Writer, spell
+from threefold.interop.megatron.settings_writer import SAME_AS_ABSENT, Inexpressible, Writer, spell
 from threefold.interop.megatron.write_settings import settings_of
 from threefold.launch.slurm import shape
 from threefold.notebook import ShownAsTable

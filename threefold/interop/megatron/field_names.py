@@ -9,6 +9,8 @@ where it sets another one. What one field of ours becomes several settings for i
 from dataclasses import dataclass
 from typing import Any
 
+Settings = dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -18,12 +18,12 @@ from threefold.interop.megatron.argument_line import (
     read_table,
 )
 from threefold.interop.megatron.environment import EXPORTED_VARIABLES
-from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS
+from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS, Settings
 from threefold.interop.megatron.models import model_of_recipe, model_of_stem
 from threefold.interop.megatron.python_settings import PythonSettings, read_python
 from threefold.interop.megatron.read_settings import fields_of
 from threefold.interop.megatron.setting_notes import PERF_RECIPE
-from threefold.interop.megatron.settings_writer import LARGEST_BITS, Settings, plain_value
+from threefold.interop.megatron.settings_writer import LARGEST_BITS, plain_value
 from threefold.interop.megatron.write_settings import pipeline_layout
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
@@ -303,7 +303,7 @@ def _take_stages_from_layout(settings: Settings) -> None:
     )
     parsed = parse({"model": "qwen3-30b-a3b", "layout.stages": layout}) if isinstance(layout, str) else None
     if parsed is not None and parsed.plan is not None and isinstance(pp, int) and pp > 0:
-        settings["model.virtual_pipeline_model_parallel_size"] = max(1, len(parsed.plan.chunks) // pp)
+        settings["model.virtual_pipeline_model_parallel_size"] = -(-len(parsed.plan.chunks) // pp)
 
 
 def _take_layers_of_a_stage(found: Found) -> None:

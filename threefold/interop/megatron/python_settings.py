@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from threefold.interop.megatron.settings_writer import LARGEST_BITS, Settings
+from threefold.interop.megatron.field_names import Settings
+from threefold.interop.megatron.settings_writer import LARGEST_BITS
 
 _ROOTS = ("cfg", "config", "recipe", "conf")  # names that a script gives to Bridge's configuration
 _FLEX = "apply_flex_dispatcher_backend"

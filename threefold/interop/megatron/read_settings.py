@@ -4,6 +4,7 @@
 back as a warning, so that nobody takes an import for more than it is.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,12 @@ from threefold.interop.megatron.field_names import (
     READ_ALSO,
     SHAPE,
     TORCH_DTYPES,
+    Settings,
 )
 from threefold.interop.megatron.releases import every_override, is_override
 from threefold.interop.megatron.setting_facts import conflicts_of
 from threefold.interop.megatron.setting_notes import note_of
-from threefold.interop.megatron.settings_writer import Settings, data_of_paths
+from threefold.interop.megatron.settings_writer import data_of_paths
 from threefold.plan.aliases import MODULES
 from threefold.plan.plan import GRAPH_SCOPES
 from threefold.plan.table import FIELDS
@@ -78,7 +80,9 @@ def fields_of(
     _without_own_sizes(reader)
     rest = [path for path in sorted(set(reader.settings) - reader.used) if not _is_implied(reader, path)]
     _name_the_rest(reader, rest)
-    reader.findings += conflicts_of(settings | reader.settings)
+    spellings = Counter(READ_ALSO.get(path, path) for path in settings)
+    said_twice = {path: value for path, value in settings.items() if spellings[READ_ALSO.get(path, path)] > 1}
+    reader.findings += conflicts_of(said_twice | reader.settings)
     return reader.fields, reader.findings, {path: reader.settings[path] for path in rest}
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from threefold.findings import Finding
-from threefold.interop.megatron.settings_writer import Settings
+from threefold.interop.megatron.field_names import Settings
 from threefold.spec.megatron import places
 from threefold.spec.stacks import CORE_CONFIG
 

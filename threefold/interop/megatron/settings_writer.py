@@ -7,13 +7,12 @@ truth value, a tuple of these, or None for Megatron's null.
 from dataclasses import dataclass, field
 from typing import Any
 
-from threefold.interop.megatron.field_names import ARGUMENT_AGAINST, ARGUMENT_FIELDS, BRIDGE_ONLY, MOVED
+from threefold.interop.megatron.field_names import ARGUMENT_AGAINST, ARGUMENT_FIELDS, BRIDGE_ONLY, MOVED, Settings
 from threefold.interop.megatron.models import dataset_kind, model_kind
 from threefold.interop.megatron.releases import Argument, Release
 from threefold.plan.data_entries import MEGATRON_SUFFIXES, megatron_prefix, parse_entries
 from threefold.plan.plan import Plan
 
-Settings = dict[str, Any]
 LARGEST_BITS = 64  # of a whole number; a larger one stays text, which no field takes for a number
 
 
