@@ -49,9 +49,12 @@ def find(query: str, kind: str | None = None, most: int = 8) -> list[Entry]:
 def _pool(kind: str | None) -> tuple[Searched, ...]:
     """The entries to search, with their name, answer and text in plain words."""
     every = run_entries() if kind == "run" else (*all_entries(), *setting_entries())
-    texts = ((entry, entry.name, entry.answer, entry.text) for entry in every if kind in (None, entry.kind))
-    plain = ((entry, *map(_spaced, parts)) for entry, *parts in texts)
-    return tuple((entry, name, answer, text, name + answer + text) for entry, name, answer, text in plain)
+    return tuple(_searched(entry) for entry in every if kind in (None, entry.kind))
+
+
+def _searched(entry: Entry) -> Searched:
+    name, answer, text = _spaced(entry.name), _spaced(entry.answer), _spaced(entry.text)
+    return entry, name, answer, text, name + answer + text
 
 
 def _spaced(text: str) -> str:
