@@ -121,14 +121,14 @@ def _coverage(page: str, text: str) -> Iterator[Entry]:
 
 
 def _remedies(page: str, text: str) -> Iterator[Entry]:
-    """What could help a plan, as `plan`, `check`, `profile` and `tune` offer it where they have tried it."""
+    """Changes that could help a plan, as `plan`, `check`, `profile` and `tune` offer it where they have tried it."""
     yield from (entry for entry in _sections(page, text) if entry.kind == "doc")
     for cells in table_rows(text):
         if len(cells) == 6 and cells[0].startswith("`"):
             name, answers, what, sets, needs, numbers = (cell.replace("`", "") for cell in cells)
-            said = {"sets": sets, "needs": needs, "numbers:": numbers}
-            facts = "; ".join(f"{key} {value}" for key, value in said.items() if value)
-            answer = f"{what} (against {answers}; {facts})"
+            facts = {"sets": sets, "needs": needs, "numbers:": numbers}
+            known = "; ".join(f"{key} {value}" for key, value in facts.items() if value)
+            answer = f"{what} (against {answers}; {known})"
             yield Entry("remedy", name, answer, "", "threefold profile, tune and check try it on a plan")
 
 
@@ -168,7 +168,7 @@ def _cards() -> Iterator[Entry]:
 
 
 def _deaths() -> Iterator[Entry]:
-    """What `diagnose` knows jobs to die of. The patterns of logs are searched as the words that they look for."""
+    """Deaths that `diagnose` knows. The patterns of logs are searched as the words that they look for."""
     for death in deaths():
         patterns = re.sub(r"\\[a-zA-Z]|[^\w\s.:-]", " ", " ".join(death["match"]))
         text = f"{patterns} {death['confirm']} {death['fix']} {death['source']}"

@@ -33,7 +33,7 @@ def speed_text(row: Row) -> str:
 
 
 def knobs_text(row: Row) -> str:
-    """What a row says of dispatcher, overlap, graphs, recompute and offload."""
+    """Words of a row for dispatcher, overlap, graphs, recompute and offload."""
     graphs = row.get("cuda_graph_scopes") or ([row["cuda_graph_impl"]] if row.get("cuda_graph_impl") else [])
     recompute = row.get("recompute_modules") or (
         [row["recompute_granularity"]] if row.get("recompute_granularity") else []
@@ -56,8 +56,8 @@ def run_entries() -> tuple[Entry, ...]:
 
 def _entries() -> Iterator[Entry]:
     for row in published_runs():
-        told = ", ".join(filter(None, (shape_text(row), layout_text(row))))
-        answer = f"{told}: {'; '.join(filter(None, (speed_text(row), knobs_text(row))))}"
+        plan = ", ".join(filter(None, (shape_text(row), layout_text(row))))
+        answer = f"{plan}: {'; '.join(filter(None, (speed_text(row), knobs_text(row))))}"
         caveats = f"{row.get('perf_class')}, {row.get('release')}, {row.get('source')}"
         yield Entry("run", row["id"], answer, f"{row.get('notes') or ''} {row.get('ab_variable') or ''}", caveats)
 

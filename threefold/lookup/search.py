@@ -1,4 +1,4 @@
-"""Ranks entries for a query: rare words count more, names more than answers, and those more than the text behind them.
+"""Ranks entries for a query: rare words count more, names more than answers, and those more than the text that follows them.
 
 Called by `threefold find`, and the library's `find`. There is no index: the pages are about a megabyte, which is read
 and counted in a tenth of a second.
@@ -83,7 +83,7 @@ def _ranked(query: str, weights: dict[str, float], texts: Sequence[Searched]) ->
     own = [0] * len(texts)
     for word, weight in weights.items():
         spaced = _spaced(word)
-        hits = {index: _hit(spaced, found) for index, found in enumerate(texts) if spaced in found[-1]}
+        hits = {index: _hit(spaced, searched) for index, searched in enumerate(texts) if spaced in searched[-1]}
         spread = math.log(1 + len(texts) / (1 + len(hits)))
         for index, hit in hits.items():
             scores[index] += weight * spread * hit / (hit + 2.0)
@@ -101,8 +101,8 @@ def _ranked(query: str, weights: dict[str, float], texts: Sequence[Searched]) ->
 def _hit(word: str, searched: Searched) -> float:
     entry, name, answer, text, _ = searched
     count = text.count(word)
-    behind = _TEXT * math.log1p(count) / (1.0 + len(text) / _LONG) if count else 0.0
-    return _NAME * (word in name) + _ANSWER * (word in answer) + behind * (_LOG if entry.kind == "death" else 1.0)
+    in_text = _TEXT * math.log1p(count) / (1.0 + len(text) / _LONG) if count else 0.0
+    return _NAME * (word in name) + _ANSWER * (word in answer) + in_text * (_LOG if entry.kind == "death" else 1.0)
 
 
 def _final(score: float, share: float, query: str, stems: tuple[str, ...], texts: Searched) -> float:
