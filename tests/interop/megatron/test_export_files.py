@@ -141,6 +141,11 @@ EXPORTS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         {"model": "nemotron-3-nano", "stack.release": "26.04"},
         {"model.use_transformer_engine_op_fuser": "absent"},
     ),
+    "a pattern of MTP that makes a depth of its own": (
+        "qwen3-30b-a3b-4k-16xh100-bf16-no-overlap",
+        {"model": "nemotron-3-super", "job.mtp": 0},
+        {"model.mtp_num_layers": None, "model.mtp_hybrid_override_pattern": None},
+    ),
     "the delta rule before Core 0.19": (
         "qwen3-next-80b-a3b-32k-32xgb200-bf16",
         {"stack.release": "26.06", "layout.cp": 2},

@@ -327,6 +327,7 @@ IMPLIED: dict[str, Any] = {
 SHAPE = frozenset(
     {
         "activation_func",
+        "mtp_hybrid_override_pattern",
         "hidden_size",
         "ffn_hidden_size",
         "num_attention_heads",

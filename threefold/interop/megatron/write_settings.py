@@ -319,6 +319,9 @@ def _write_model(writer: Writer) -> None:
         if plan.job.mtp == model.mtp_layers:
             writer.respell("job.mtp", SAME_AS_ABSENT)
     if not plan.mtp:
+        is_bridge = writer.to == "megatron-bridge" and writer.release.number >= (0, 4)
+        if model.mtp_layers and model.family == "nemotron_h" and is_bridge:
+            writer.put("job.mtp", "model.mtp_hybrid_override_pattern", None)  # which makes a depth of its own
         writer.settings.pop("model.mtp_loss_scaling_factor", None)
         writer.lose("job.mtp_weight", NO_EFFECT)
     cut = dict(plan.written)
