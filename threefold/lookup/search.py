@@ -1,4 +1,4 @@
-"""Ranks entries for a query: rare words count more, names more than answers, and answers more than the text of an entry.
+"""Ranks entries for a query: rare words count more, names than answers, and answers more than the text of an entry.
 
 Called by `threefold find`, and the library's `find`. There is no index: the pages are about a megabyte, which is read
 and counted in a tenth of a second.
