@@ -68,7 +68,7 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"vision"},
         {"local_parameters"},
         {"trained_weights"},
-        {"delta_rule", "layer_work", "rates", "stack_traits", "stage_contents"},
+        {"delta_rule", "expert_load", "layer_work", "rates", "stack_traits", "stage_contents"},
         {"chip_file", "format_support", "rank_params"},
         {"memory", "traffic"},
         {"time"},

@@ -93,7 +93,7 @@ def check(plan: Plan, found: Iterable[Finding] = (), chip_file: str | None = Non
     return Findings(in_order(with_fixes(plan, [*before, *judge(plan, notes=not errors(before))])))
 
 
-def judged_estimate(plan: Plan, skew: float = 1.0) -> tuple[Estimate, Findings]:
+def judged_estimate(plan: Plan, skew: float | None = None) -> tuple[Estimate, Findings]:
     """The estimate of a plan on its chip, and what the rules say about its memory. Raises what makes it impossible,
     because the estimate of an impossible plan misleads."""
     found = check_rules(plan)
@@ -102,11 +102,12 @@ def judged_estimate(plan: Plan, skew: float = 1.0) -> tuple[Estimate, Findings]:
     return estimate_step(plan, skew=skew), Findings(one for one in found if one.rule in PREDICTED)
 
 
-def estimate(plan: Plan, skew: float = 1.0, chip_file: str | None = None) -> Estimate:
+def estimate(plan: Plan, skew: float | None = None, chip_file: str | None = None) -> Estimate:
     """Memory by stage and term, time by term, throughput, and the wall, predicted.
 
-    `skew` is the load of the busiest expert rank over the mean. `chip_file` names measured facts and rates; without it
-    those of `threefold calibrate` on this machine count, "none" leaves them out. Raises the rules' errors.
+    `skew` is the load of the busiest expert rank over the mean, in place of `job.load`. `chip_file` names measured
+    facts and rates; without it those of `threefold calibrate` on this machine count, "none" leaves them out. Raises the
+    rules' errors.
     """
     return judged_estimate(on_measured_chip(plan, chip_file), skew)[0]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.api.plans import OUR_ENGINE, for_our_engine
+from threefold.cost.expert_load import is_uneven
 from threefold.cost.fit import surely_fits
 from threefold.findings import FindingsError, in_order
 from threefold.plan.parse import change
@@ -92,8 +93,8 @@ def as_the_engine_runs(plan: Plan) -> tuple[Plan, list[str]]:
 
 
 def loads_from(path: str | Path | None, skew: float, plan: Plan) -> "tuple[ExpertLoads | None, str]":
-    """How tokens fall on the experts, or what is wrong with what was given."""
-    from threefold.dryrun.simulated.expert_load import ExpertLoads
+    """How tokens fall on the experts, or what is wrong with what was given. Without either it is the plan's load."""
+    from threefold.dryrun.simulated.expert_load import DrawnLoads, ExpertLoads
 
     num_experts, ep = plan.model.num_experts, plan.layout.ep
     if skew != 1 and path is not None:
@@ -104,7 +105,7 @@ def loads_from(path: str | Path | None, skew: float, plan: Plan) -> "tuple[Exper
         each = num_experts // ep
         return ExpertLoads((skew,) * each + ((ep - skew) / max(1, ep - 1),) * (num_experts - each)), ""
     if path is None:
-        return None, ""
+        return (DrawnLoads.of(plan), "") if is_uneven(plan) else (None, "")
     shares, problem = shares_from(path, num_experts)
     return (None, problem) if problem else (ExpertLoads(shares), "")
 

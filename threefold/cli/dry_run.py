@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loads", metavar="FILE", help="tokens of each expert: a JSON list, one a layer, or the folder of a run"
     )
+    parser.add_argument(
+        "--load", metavar="NAME", help="draw how tokens fall on the experts: job.load for this rehearsal"
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="ranks rehearsed at a time (default: one a core)")
     parser.add_argument("--timeline", metavar="FILE", help="write live bytes over the step (JSON)")
     parser.add_argument("--plot", metavar="FILE", help="draw them")
@@ -47,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {args.ranks!r} is neither numbers nor stages nor all")
     if not math.isfinite(args.skew) or (args.jobs is not None and args.jobs < 1):
         raise UsageError("--skew and --jobs are numbers of at least 1")
+    if args.load is not None:
+        args.overrides = [*args.overrides, f"job.load={args.load}"]
     given = the_plan(args)
     try:
         plan, left_out = as_the_engine_runs(given)

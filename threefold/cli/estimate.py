@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     add_chip_file(parser)
     parser.add_argument(
-        "--skew", type=float, default=1.0, metavar="X", help="load of the busiest expert rank over the mean (default 1)"
+        "--skew", type=float, metavar="X", help="load of the busiest expert rank over the mean (default: by job.load)"
     )
     parser.add_argument(
         "--loads",
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _argument_problem(args: argparse.Namespace) -> str:
-    if not (math.isfinite(args.skew) and args.skew >= 1):
+    if args.skew is not None and not (math.isfinite(args.skew) and args.skew >= 1):
         return f"--skew {args.skew} is below the mean, which is 1"
     if args.tokens is None and (args.price is not None or args.sizes is not None or args.assume):
         return "--price, --sizes and --assume are about a whole training: give --tokens"
@@ -195,11 +195,12 @@ class _Assume(argparse.Action):
         setattr(namespace, self.dest, given)
 
 
-def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float, str]:
-    """The busiest expert rank over the mean: as given, or from how tokens fell on the experts."""
+def _skew(args: argparse.Namespace, plan: Plan) -> tuple[float | None, str]:
+    """The busiest expert rank over the mean: as given, or from how tokens fell on the experts; None where neither
+    is."""
     if not args.loads:
-        return args.skew, skew_problem(args.skew, plan.layout.ep)
-    if args.skew != 1:
+        return args.skew, "" if args.skew is None else skew_problem(args.skew, plan.layout.ep)
+    if args.skew is not None:
         return 1.0, "--skew and --loads both say how tokens fall on the experts: give one"
     shares, problem = shares_from(args.loads, plan.model.num_experts)
     return (1.0, problem) if problem else (expert_skew(list(shares), plan.layout.ep), "")

@@ -75,7 +75,7 @@ def explain_seconds(a: Side, b: Side, speed: Speed, dress: Callable[[Plan], Plan
 
     def price(plan: Plan, skew: float) -> dict[str, float]:
         here = dress(plan)
-        terms = step_time(here, rates_of(here), min(skew, plan.layout.ep)).terms
+        terms = step_time(here, rates_of(here), _on(plan, skew)).terms
         return {name: seconds * whole / plan_work(plan, speed.unit) for name, seconds in terms.items()}
 
     shared = _attributed(a, b, price)
@@ -90,11 +90,16 @@ def explain_bytes(a: Side, b: Side, dress: Callable[[Plan], Plan]) -> Explained 
     """Explain the predicted change of the peak of memory on the fullest rank; None where a plan cannot be priced."""
     if a.guess is None or b.guess is None:
         return None
-    shared = _attributed(a, b, lambda plan, skew: dict(memory(dress(plan), min(skew, plan.layout.ep)).worst.terms))
+    shared = _attributed(a, b, lambda plan, skew: dict(memory(dress(plan), _on(plan, skew)).worst.terms))
     if shared is None:
         return None
     before, after = sum(shared.before.values()), sum(shared.after.values())
     return _explained(shared, before, after, 1.0, is_predicted=True)
+
+
+def _on(plan: Plan, skew: float) -> float | None:
+    """The skew that a run measured, as far as a plan can have it; None leaves it to the load of the plan."""
+    return None if skew == 1.0 else min(skew, plan.layout.ep)
 
 
 def _attributed(a: Side, b: Side, price: Callable[[Plan, float], dict[str, float]]) -> Attribution | None:

@@ -10,10 +10,11 @@ and held to rehearsals. For Megatron Bridge it is the middle: published runs wer
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from threefold.cost.memory.by_stack import memory
+from threefold.cost.expert_load import is_uneven, load_band, load_of, per_thousand_steps
+from threefold.cost.memory.by_stack import memory, out_of_memory_chance
 from threefold.cost.memory.stage_memory import Memory
 from threefold.cost.rates import Calibration, Rates, calibration, peak_flops, rates_of
 from threefold.cost.time.step import StepTime, step_time
@@ -21,7 +22,7 @@ from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
 from threefold.spec.flops import flops_per_token
 from threefold.spec.model import GqaSpec
-from threefold.units import format_bytes
+from threefold.units import format_bytes, format_number
 
 # The wall that each term of time belongs to.
 WALLS = {
@@ -31,6 +32,35 @@ WALLS = {
 }
 MEMORY_BOUND = 0.92  # fraction of the chip's memory beyond which memory is the wall
 WALL_SHARES = {"communication": 0.35, "compute": 0.6, "host": 0.25}  # of the step, from which a kind of work is a wall
+
+
+@dataclass(frozen=True, slots=True)
+class UnevenLoad:
+    """What the load of a plan costs. `to_json` prints the fields under these names."""
+
+    load: str
+    skew: float  # rows of the largest expert rank over the mean, in a layer
+    largest_rows: float  # the same of all layers that are held, in a rare step: memory is that of such a rank
+    dropped: float  # of the token copies, above the capacity of their experts
+    overflows: float  # steps whose rows do not fit a capacity per rank, as a part of all
+    balanced_seconds: float  # of a step, as forced balance would promise
+    out_of_memory: float  # the chance of running out of memory in a thousand steps, at the middle of the band
+
+    def lines(self, step_seconds: float) -> Iterator[str]:
+        """What it costs, and what forced balance would have promised."""
+        yield (
+            f"{self.load}: the largest expert rank has {self.skew:.3g} times the mean rows; forced balance would "
+            f"promise {format_number(self.balanced_seconds)} s a step, "
+            f"{step_seconds / self.balanced_seconds:.3g} times as fast"
+        )
+        yield (
+            f"memory is for {self.largest_rows:.3g} times the mean rows; chance of running out in a thousand steps: "
+            f"{self.out_of_memory:.2g}"
+        )
+        if self.dropped:
+            yield f"{self.dropped:.1%} of the token copies are dropped: their experts are at their capacity"
+        if self.overflows:
+            yield f"in {self.overflows:.1%} of the steps the rows of some rank do not fit its buffers"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -54,6 +84,7 @@ class Estimate(ShownAsTable):
     calibrated: bool  # whether measured runs like this one are behind the rates
     basis: str  # where the rates come from
     assumed: tuple[str, ...]  # what was assumed of kernels that no published run tells
+    uneven: UnevenLoad | None = None  # where the load of the plan is not balanced
 
     def summary(self) -> str:
         fits = "fits" if self.fits else "does not fit"
@@ -112,12 +143,13 @@ class Estimate(ShownAsTable):
             "calibrated": self.calibrated,
             "basis": self.basis,
             "assumed": list(self.assumed),
+            **({"uneven_load": asdict(self.uneven)} if self.uneven else {}),
         }
 
 
-def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estimate:
+def estimate(plan: Plan, rates: Rates | None = None, skew: float | None = None) -> Estimate:
     """Predict one plan. `rates` replace the shipped calibration; `skew` is the busiest expert rank's load over the
-    balanced load."""
+    balanced load, in place of the load of the plan."""
     basis = calibration(plan.target)
     used = rates or rates_of(plan)
     need = memory(plan, skew)
@@ -149,7 +181,16 @@ def estimate(plan: Plan, rates: Rates | None = None, skew: float = 1.0) -> Estim
         calibrated=known,
         basis=_basis(plan, basis, known),
         assumed=tuple(_assumed(plan)),
+        uneven=_uneven_load(plan, used) if skew is None and is_uneven(plan) else None,
     )
+
+
+def _uneven_load(plan: Plan, used: Rates) -> UnevenLoad:
+    load, layout, factor = load_of(plan), plan.layout, plan.job.capacity_factor
+    overflows = load.chance_above(factor, layout.edp) if plan.has_rank_capacity and factor else 0.0
+    chance = per_thousand_steps(out_of_memory_chance(plan))
+    balanced = step_time(plan, used, 1.0).step_seconds
+    return UnevenLoad(plan.job.load, load.skew, load.largest, load.dropped, overflows, balanced, chance)
 
 
 def gain(plan: Plan, other: Plan) -> float:
@@ -166,8 +207,8 @@ def time_band(plan: Plan) -> float:
 
 def _time_band(plan: Plan, basis: Calibration, known: bool) -> float:
     if not known:
-        return basis.wide_band
-    return basis.band if plan.chip.measured_error is None else plan.chip.measured_error
+        return basis.wide_band + load_band(plan)
+    return (basis.band if plan.chip.measured_error is None else plan.chip.measured_error) + load_band(plan)
 
 
 def memory_band(plan: Plan, used: Rates | None = None) -> float:
@@ -207,6 +248,8 @@ def _assumed(plan: Plan) -> Iterator[str]:
     measured_gpus = plan.chip.measured_gpus if plan.chip.measured_error is not None else 1
     if plan.target == "threefold" and plan.layout.gpus > measured_gpus and plan.chip.architecture != "cpu":
         yield "exchanges run at the links' bandwidth with the efficiency of published Megatron Bridge runs: unmeasured"
+    if is_uneven(plan):
+        yield f"experts are loaded as {plan.job.load} says, and tokens choose independently of each other"
     spec = plan.model.attention
     if not isinstance(spec, GqaSpec) or not spec.sinks:
         return

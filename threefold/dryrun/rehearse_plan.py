@@ -23,7 +23,7 @@ from threefold.dryrun.memory_fit import device_bytes, memory_findings
 from threefold.dryrun.rehearsal_limits import refuse_endless
 from threefold.dryrun.rehearse_rank import SAY_SECONDS, RankRehearsal, Say, rehearse_rank
 from threefold.dryrun.representatives import distinct_stages
-from threefold.dryrun.simulated.expert_load import ExpertLoads
+from threefold.dryrun.simulated.expert_load import DrawnLoads, ExpertLoads
 from threefold.dryrun.tracking.collective_ledger import LedgerEntry
 from threefold.findings import Finding, FindingsError
 from threefold.notebook import ShownAsTable
@@ -87,10 +87,11 @@ class Rehearsal(ShownAsTable):
         return memory(self.plan, self.skew)
 
     def stage_estimate(self, rank: RankRehearsal) -> StageMemory:
-        return self.estimated().stages[rank.stage]
+        estimated = self.estimated() if rank.skew is None else memory(self.plan, round(max(1.0, rank.skew), 3))
+        return estimated.stages[rank.stage]
 
     def to_json(self) -> dict[str, Any]:
-        estimates = self.estimated().stages
+        estimates = {rank.rank: self.stage_estimate(rank) for rank in self.ranks}
         chip_bytes = self.plan.chip.memory_bytes
         ranks = [
             {
@@ -98,8 +99,8 @@ class Rehearsal(ShownAsTable):
                 "device_bytes": round(device_bytes(self.plan, rank)),
                 "headroom_bytes": round(chip_bytes - device_bytes(self.plan, rank)),
                 "estimated": {
-                    "peak_bytes": round(estimates[rank.stage].peak_bytes),
-                    "terms": {name: round(size) for name, size in estimates[rank.stage].terms.items()},
+                    "peak_bytes": round(estimates[rank.rank].peak_bytes),
+                    "terms": {name: round(size) for name, size in estimates[rank.rank].terms.items()},
                 },
             }
             for rank in self.ranks
@@ -140,6 +141,8 @@ def rehearse(
     scaled: list[str] = []
     if ranks == ALL and not is_small(plan):
         plan, scaled = scale_ranks(plan)
+        if isinstance(loads, DrawnLoads):
+            loads = DrawnLoads.of(plan)
     if not isinstance(ranks, str):
         _refuse_missing(plan, ranks)
     refuse_endless(plan, range(plan.layout.pp) if isinstance(ranks, str) else {_stage(plan, rank) for rank in ranks})
@@ -162,20 +165,21 @@ Task = tuple[Plan, int, ExpertLoads | None, tuple[int, ...], bool]  # arguments 
 
 
 def _make_task(plan: Plan, rank: int, stages: Sequence[int], loads: ExpertLoads | None, with_calls: bool) -> Task:
-    if with_calls or (loads is not None and loads.shares):
+    if with_calls or loads is not None:
         ep_rank = plan.layout.coordinate("ep", rank)
         loads = replace(loads or ExpertLoads(), ep_rank=ep_rank, agree_by_pair=with_calls)
     return plan, rank, loads, tuple(stages), with_calls
 
 
 def _select_ranks(plan: Plan, ranks: Sequence[int] | str, loads: ExpertLoads | None) -> list[tuple[int, list[int]]]:
-    """Ranks to rehearse, each with the stages it represents. Of a stage, the rank with the highest load is taken."""
+    """Ranks to rehearse, each with the stages it represents. The loads say which ranks of a stage."""
     layout = plan.layout
     if ranks == ALL:
         ranks = range(layout.gpus)
     if isinstance(ranks, str):
-        offset = loads.busiest(layout.ep) * layout.stride("ep") if loads else 0
-        return [(first * layout.stride("pp") + offset, stages) for first, stages in distinct_stages(plan).items()]
+        offsets = [rank * layout.stride("ep") for rank in loads.ranks(layout.ep)] if loads else [0]
+        by_stage = distinct_stages(plan).items()
+        return [(first * layout.stride("pp") + n, stages) for first, stages in by_stage for n in dict.fromkeys(offsets)]
     return [(rank, [_stage(plan, rank)]) for rank in dict.fromkeys(ranks)]
 
 

@@ -43,7 +43,7 @@ from threefold.dryrun.tracking.timeline import LiveChange, live_bytes_timeline, 
 from threefold.engine.build import Parts, build
 from threefold.engine.device import simulate
 from threefold.engine.dist.collectives import observe_collectives
-from threefold.engine.dist.host_sizes import sizes_from
+from threefold.engine.dist.host_sizes import SizeSource, sizes_from
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.plan.plan import Plan
@@ -85,6 +85,7 @@ class RankRehearsal:
     row_bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of kernels, a token and MoE layer
     changes: tuple[LiveChange, ...] = ()  # every allocation and release of the step, where they are asked for
     num_initial_changes: int = 0  # the first of them state what is live when the step starts
+    skew: float | None = None  # rows that its experts got over the mean, where they were drawn
 
     @property
     def stage(self) -> int:
@@ -100,6 +101,7 @@ class RankRehearsal:
             "at": self.at,
             "top": [asdict(live) for live in self.top],
             "microbatches": self.num_microbatches,
+            **({} if self.skew is None else {"skew": round(self.skew, 4)}),
             "row_bytes": {phase: round(sum(self.row_bytes.get(phase, {}).values())) for phase in PHASES},
             "seconds": round(self.seconds, 2),
         }
@@ -140,9 +142,11 @@ def rehearse_rank(
     tracker.run_operator = moved.run_operator(tracker.run_operator)
     if say:
         tracker.observers.append(_say_where(say, rank, reduced.num_microbatches, origins))
+    loads = loads or ExpertLoads()
+    sizes = loads.size_source(lambda: _layer_number(origins.current().module))
     with (
         errors_as_findings(plan, rank, origins),
-        _simulated_machine(reduced, rank, loads or ExpertLoads(), ledger, recorder),
+        _simulated_machine(reduced, rank, sizes, ledger, recorder),
         record_graphs_in(tracker) if plan.chip.architecture != "cpu" else nullcontext(),
         tracker,
         origins.module_hooks(),
@@ -181,9 +185,15 @@ def rehearse_rank(
         seconds=time.perf_counter() - began,
         num_microbatches=reduced.num_microbatches,
         calls=calls,
+        skew=loads.skew_of_rank(),
         row_bytes=moved.by_phase(_routed_tokens(reduced, len(moe_paths))),
         **summary,
     )
+
+
+def _layer_number(path: str) -> int:
+    """The number in the path of a layer, such as layers.3.ffn; 0 where a path has none."""
+    return next((int(part) for part in path.split(".") if part.isdecimal()), 0)
 
 
 def _routed_tokens(plan: Plan, num_layers: int) -> float:
@@ -227,7 +237,7 @@ def _make_tracker(plan: Plan, origins: OriginTracker, recorder: CallRecorder | N
 
 @contextmanager
 def _simulated_machine(
-    plan: Plan, rank: int, loads: ExpertLoads, ledger: CollectiveLedger, recorder: CallRecorder | None
+    plan: Plan, rank: int, sizes: SizeSource, ledger: CollectiveLedger, recorder: CallRecorder | None
 ) -> Iterator[None]:
     """Everything that stands in for the other ranks, the GPU, its packages and the results of routing."""
     with ExitStack() as stack:
@@ -238,7 +248,7 @@ def _simulated_machine(
             stack.enter_context(recorder.watch())
         stack.enter_context(fsdp_on_meta())
         stack.enter_context(use_single_recurrences())
-        stack.enter_context(sizes_from(loads.size_source()))
+        stack.enter_context(sizes_from(sizes))
         if plan.chip.architecture != "cpu":
             stack.enter_context(simulate("cuda"))
             stack.enter_context(use_gpu_operators())
@@ -249,7 +259,7 @@ def _simulated_machine(
                 if recorder:
                     recorder.record_dispatcher(operation, ranks)
 
-            stack.enter_context(fake_deepep_package(loads.size_source(), top_k, record_dispatcher))
+            stack.enter_context(fake_deepep_package(sizes, top_k, record_dispatcher))
         else:
             stack.enter_context(simulate("cpu"))
         yield

@@ -128,6 +128,7 @@ def verdict_lines(plan: Plan, found: Estimate) -> list[str]:
             f"step {format_number(low)} to {format_number(high)} s, "
             f"peak {_gib(found.bytes_band[0])} to {_gib(found.bytes_band[1])} GiB",
         ],
+        *(["load", text] for text in (found.uneven.lines(found.time.step_seconds) if found.uneven else ())),
         ["basis", found.basis],
         *(["assumed", text] for text in found.assumed),
     ]

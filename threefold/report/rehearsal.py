@@ -108,10 +108,13 @@ def _stages(found: Rehearsal) -> str:
                 f"{estimate / rank.peak_bytes - 1:+.1%}",
                 _gib(needed),
                 _gib(chip_bytes - needed),
+                *([] if rank.skew is None else [f"{rank.skew:.2f}"]),
                 rank.at,
             ]
         )
-    header = ["stages", "rank", "peak, GiB", "estimated", "off by", "on the device", "headroom", "when and where"]
+    rows_over_mean = [] if all(rank.skew is None for rank in found.ranks) else ["rows over mean"]
+    header = ["stages", "rank", "peak, GiB", "estimated", "off by", "on the device", "headroom"]
+    header += [*rows_over_mean, "when and where"]
     return table(header, rows)
 
 

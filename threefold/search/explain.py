@@ -143,7 +143,10 @@ def _time(estimate: Estimate) -> str:
     parts = ", ".join(f"{name} {terms[name] / step:.0%}" for name in shown)
     sure = "" if estimate.calibrated else "; uncalibrated here"
     assumed = "".join(f" Assumed: {text}." for text in estimate.assumed)
-    return f"A step takes {format_range(step, *estimate.seconds_band, ' s')}{sure}: {parts}.{assumed}"
+    uneven = (
+        "".join(f" {text[0].upper()}{text[1:]}." for text in estimate.uneven.lines(step)) if estimate.uneven else ""
+    )
+    return f"A step takes {format_range(step, *estimate.seconds_band, ' s')}{sure}: {parts}.{uneven}{assumed}"
 
 
 def _graphs(plan: Plan, graphed: Estimate) -> Iterator[str]:

@@ -4,6 +4,7 @@
 is also what `time/data_parallel.py` uses. A link is a bandwidth times a rate of `Rates`, plus a latency.
 """
 
+from threefold.cost.expert_load import EVEN, SkewLevel, load_of
 from threefold.cost.layer_work import BF16, LayerCase, Work
 from threefold.cost.rates import Rates, network_bandwidth
 from threefold.cost.traffic.dispatch import dispatch_bytes
@@ -18,9 +19,9 @@ def latency_seconds(rates: Rates, link: str) -> float:
     return _LATENCY[link] * rates.latency_seconds
 
 
-def dispatch_seconds(plan: Plan, work: Work, rates: Rates) -> float:
-    """One dispatch or one combine."""
-    sent = dispatch_bytes(plan, work)
+def dispatch_seconds(plan: Plan, work: Work, rates: Rates, skew: SkewLevel = EVEN.levels[0]) -> float:
+    """One dispatch or one combine: until the rank that receives most, or sends most back, is done."""
+    sent = dispatch_bytes(plan, work, skew)
     if not sent.domain and not sent.network:
         return 0.0
     rate = {"alltoall": rates.alltoall, "deepep": rates.deepep, "hybridep": rates.hybridep}.get(
@@ -33,6 +34,20 @@ def dispatch_seconds(plan: Plan, work: Work, rates: Rates) -> float:
     outside = sent.network / (network_bandwidth(plan, rates) * rates.network * min(1.0, rate / rates.alltoall))
     link = "network" if sent.network else "domain"
     return max(inside, outside) + 0.3 * min(inside, outside) + latency_seconds(rates, link)
+
+
+def expert_copy_seconds(plan: Plan, rates: Rates) -> float:
+    """The weights of copied experts of one layer out and the sums of their gradients back, in a step
+    (`knobs.expert_balance`), of the rank that sends or receives most."""
+    moe, copied = plan.model.moe, load_of(plan).copied
+    if moe is None or not copied:
+        return 0.0
+    width, num_matrices = moe.latent_dim or plan.model.dim, 3 if plan.model.glu else 2
+    elements = copied * num_matrices * width * moe.expert_dim / plan.layout.etp
+    num_bytes = elements * (BF16 + (4 if plan.knobs.grad_dtype == "fp32" else 2))
+    link = plan.link("ep").link
+    rate = plan.chip.domain_bandwidth if link == "domain" else network_bandwidth(plan, rates) * rates.network
+    return num_bytes / (rate * rates.alltoall) + 2 * latency_seconds(rates, link)
 
 
 def routing_map_seconds(plan: Plan, work: Work, rates: Rates) -> float:

@@ -6,6 +6,7 @@
 
 from dataclasses import dataclass, replace
 
+from threefold.cost.expert_load import SkewLevel, load_of
 from threefold.cost.format_support import (
     expert_gemm_precision,
     gemm_precision,
@@ -64,11 +65,26 @@ class LayerTime:
         return busy + self.tp + self.cp + self.ep + self.host
 
 
-def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> LayerTime:
-    """Forward and backward of one layer on one rank. `skew` is the busiest expert rank's load over the balanced one."""
+def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float | None = None) -> LayerTime:
+    """Forward and backward of one layer on the rank that is last. `skew` is the busiest expert rank's load over the
+    balanced one; without it the mean over the load of the plan (`job.load`)."""
     if isinstance(layer, NotRecomputedLayer):
         plan = replace(plan, knobs=replace(plan.knobs, recompute=()))
-    case = layer_case(plan, layer, skew)
+    levels = load_of(plan).levels
+    if skew is not None:
+        levels = (SkewLevel.of(skew, plan.layout.ep, max(1, plan.link("ep").in_domain)),)
+    elif layer.ffn != "moe":
+        levels = levels[:1]
+    times = [_time_at(plan, layer, rates, level) for level in levels]
+    if len(times) == 1:
+        return times[0]
+    parts = [level.part for level in levels]
+    rows = ([getattr(time, name) for time in times] for name in LayerTime.__slots__)
+    return LayerTime(*(sum(part * n for part, n in zip(parts, row, strict=True)) for row in rows))
+
+
+def _time_at(plan: Plan, layer: Layer, rates: Rates, skew: SkewLevel) -> LayerTime:
+    case = layer_case(plan, layer, skew.rank)
     work = layer_work(case)
     knobs = plan.knobs
     passes, _ = gemms_per_weight(plan)
@@ -96,7 +112,8 @@ def layer_time(plan: Plan, layer: Layer, rates: Rates, skew: float = 1.0) -> Lay
     gemm += expansion.gemm
     elementwise += expansion.moved_bytes * rates.passes / _memory_bandwidth(plan, rates)
     recompute = recompute_seconds(plan, layer, forward, work, rates) + expansion.recompute
-    exchange = dispatch_seconds(plan, work, rates) + expert_tensor_parallel_seconds(plan, work, rates)
+    exchange = dispatch_seconds(plan, work, rates, skew)
+    exchange += skew.rank * expert_tensor_parallel_seconds(plan, work, rates)
     ep = exchange * (6 if "moe" in knobs.recompute or plan.full_recompute else 4)
     if STACK_TRAITS[plan.target].waits_every_layer:
         ep += routing_map_seconds(plan, work, rates)

@@ -4,11 +4,14 @@
 terms={"gemm": 4.1, "experts": 5.6, ...})` with all names of `TERMS`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
+from threefold.cost.expert_load import expected_largest, is_uneven, load_of
 from threefold.cost.layer_work import BF16
 from threefold.cost.rates import Rates, network_bandwidth, power_slowdown, release_drift
 from threefold.cost.stage_contents import chunk_layers, stage_contents
+from threefold.cost.time.communication import expert_copy_seconds
 from threefold.cost.time.data_parallel import data_parallel_seconds
 from threefold.cost.time.host_launches import MICROBATCH_SHARPNESS, host_wait
 from threefold.cost.time.layer import LayerTime, cpu_slowdown, layer_time
@@ -60,8 +63,9 @@ class StageWork:
     losses: int  # the next token's, and one for each MTP depth
 
 
-def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
-    """Seconds of a step. `skew` is the busiest expert rank's load over the balanced one."""
+def step_time(plan: Plan, rates: Rates, skew: float | None = None) -> StepTime:
+    """Seconds of a step. `skew` is the busiest expert rank's load over the balanced one; without it the mean over the
+    steps of the plan's load."""
     count = max(1, plan.num_microbatches)
     stages = _stage_work(plan)
     times = {layer: layer_time(plan, layer, rates, skew) for layer in {each for one in stages for each in one.layers}}
@@ -77,7 +81,8 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
         for one, load in zip(stages, loads, strict=True)
     ]
     loads = [load + wait for load, wait in zip(loads, waits, strict=True)]
-    offload = [offload_seconds(plan, one.layers, load, rates, skew) for one, load in zip(stages, loads, strict=True)]
+    rows = load_of(plan).skew if skew is None else skew
+    offload = [offload_seconds(plan, one.layers, load, rates, rows) for one, load in zip(stages, loads, strict=True)]
     loads = [load + more for load, more in zip(loads, offload, strict=True)]
     slowest = max(range(len(loads)), key=loads.__getitem__)
     terms = dict.fromkeys(TERMS, 0.0)
@@ -94,12 +99,31 @@ def step_time(plan: Plan, rates: Rates, skew: float = 1.0) -> StepTime:
     terms["dp"] = data_parallel_seconds(plan, loads[slowest], rates)
     # The forward of the layers, without the loss, which comes behind all updates. A backward takes twice as long.
     forward = sum(times[layer].total - times[layer].recompute for layer in stage.layers) / 3
+    if skew is None and is_uneven(plan):
+        terms["ep"] += expert_copy_seconds(plan, rates) * sum(layer.ffn == "moe" for layer in stage.layers)
+        for term, waiting in _chance_seconds(plan, stage, rates).items():
+            terms[term] += waiting
     terms["optimizer"], terms["offload"] = optimizer_seconds(plan, rates, forward)
     terms["offload"] += offload[slowest] * count
     terms["other"] = rates.step_seconds
     drift = release_drift(plan, rates)
     terms = {name: value * drift for name, value in terms.items()}
     return StepTime(sum(terms.values()), terms, slowest)
+
+
+def _chance_seconds(plan: Plan, stage: StageWork, rates: Rates) -> dict[str, float]:
+    """Waiting for the stage, and for the expert data-parallel group, whose largest ranks have most rows by chance."""
+    load, count = load_of(plan), max(1, plan.num_microbatches)
+    by_kind = Counter(layer for layer in stage.layers if layer.ffn == "moe")
+    slopes = {kind: layer_time(plan, kind, rates, min(plan.layout.ep, load.skew + 0.1)) for kind in by_kind}
+    more = {kind: slopes[kind].total - layer_time(plan, kind, rates, load.skew).total for kind in by_kind}
+    squares = sum(number * (more[kind] / 0.1) ** 2 for kind, number in by_kind.items())
+    deviation = load.deviation * (squares * count) ** 0.5
+    pipeline = expected_largest(plan.layout.pp)
+    return {
+        "bubble": pipeline * deviation,
+        "dp": (expected_largest(plan.layout.pp * plan.layout.edp) - pipeline) * deviation,
+    }
 
 
 def _stage_work(plan: Plan) -> list[StageWork]:

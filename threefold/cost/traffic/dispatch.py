@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from threefold.cost.expert_load import EVEN, SkewLevel
 from threefold.cost.layer_work import BF16, Work
 from threefold.cost.traffic.transfers import Transfer
 from threefold.plan.plan import Plan
@@ -21,8 +22,8 @@ class LinkBytes:
     network: float
 
 
-def dispatch_bytes(plan: Plan, work: Work) -> LinkBytes:
-    """Bytes of one dispatch or one combine."""
+def dispatch_bytes(plan: Plan, work: Work, skew: SkewLevel = EVEN.levels[0]) -> LinkBytes:
+    """Bytes of one dispatch or one combine, to the rank and to the domain that receive most."""
     moe, ep = plan.model.moe, plan.layout.ep
     if not moe or ep == 1:
         return LinkBytes(0.0, 0.0)
@@ -30,7 +31,16 @@ def dispatch_bytes(plan: Plan, work: Work) -> LinkBytes:
     deduplicates = plan.knobs.dispatcher in ("deepep", "hybridep")
     inside, outside = _token_copies(ep, link.in_domain, moe.top_k, (moe.num_groups, moe.top_groups), deduplicates)
     token = BF16 * (moe.latent_dim or plan.model.dim)
+    if skew != EVEN.levels[0]:
+        domains = ep / link.in_domain
+        inside *= _reached(skew.rank, ep, moe.top_k) if deduplicates else skew.rank
+        outside *= _reached(skew.domain, domains, moe.top_k) if deduplicates and domains > 1 else skew.rank
     return LinkBytes(work.dispatch_tokens * token * inside, work.dispatch_tokens * token * outside)
+
+
+def _reached(skew: float, places: float, top_k: int) -> float:
+    """Tokens of which some copy goes to a place, over the mean: the dispatcher sends it one copy of each."""
+    return float((1 - (1 - min(1.0, skew / places)) ** top_k) / (1 - (1 - 1 / places) ** top_k))
 
 
 @lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ all ranks every element is written once.
 
 from dataclasses import replace
 
+from threefold.cost.expert_load import largest_rows
 from threefold.cost.format_support import STATE_BYTES
 from threefold.cost.memory.by_stack import memory
 from threefold.cost.memory.stage_memory import in_flight
@@ -38,12 +39,13 @@ def _trained_of_all_ranks(plan: Plan) -> float:
     return (dense * layout.tp + experts * layout.ep * layout.etp) * layout.pp
 
 
-def host_bytes_by_term(plan: Plan, skew: float = 1.0) -> dict[str, float]:
+def host_bytes_by_term(plan: Plan, skew: float | None = None) -> dict[str, float]:
     """Bytes of host memory for one GPU, at the pipeline rank that needs the most.
 
     `optimizer` and `activations` are what the plan offloads. `checkpoint` is the copy that is written in the
     background. The processes themselves, their libraries and the data come on top.
     """
+    skew = largest_rows(plan) if skew is None else skew
     all_on_device = replace(plan, knobs=replace(plan.knobs, optimizer_offload=0.0))
     pairs = zip(memory(all_on_device, skew).stages, memory(plan, skew).stages, strict=True)
     optimizer = [before.terms.get("optimizer", 0.0) - after.terms.get("optimizer", 0.0) for before, after in pairs]
