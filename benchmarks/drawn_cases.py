@@ -3,12 +3,14 @@
     python benchmarks/drawn_cases.py sft --ledger sft.jsonl [--count 300] [--seed 0]
     python benchmarks/drawn_cases.py export --ledger export.jsonl --count 200
     python benchmarks/drawn_cases.py hostile --ledger hostile.jsonl --count 500
-    python benchmarks/drawn_cases.py shipped --ledger shipped.jsonl --count 1404
+    python benchmarks/drawn_cases.py shipped --ledger shipped.jsonl --count 1512
+    python benchmarks/drawn_cases.py advice --ledger advice.jsonl --count 200
 
 `sft` trains drawn fine-tuning jobs in drawn layouts and compares each with one rank (`tests/support/drawn_sft.py`).
 `export` trains drawn models, exports them and reads them in transformers (`tests/support/drawn_exports.py`). `hostile`
 draws damaged and crafted files and runs the verbs that open them (`tests/support/hostile_runs.py`). `shipped` asks for
-plans of every shipped model in random order (`tests/support/shipped_models.py`). The ledger has a line for each case
+plans of every shipped model in random order (`tests/support/shipped_models.py`). `advice` compares the first pieces of
+advice of all verbs about drawn plans (`tests/support/same_advice.py`). The ledger has a line for each case
 that was run; a case in it is not run again. Prints each fault with all that it takes to repeat it, and a summary of the
 whole ledger. A case is repeated alone by its number: `--first 17 --count 1`, with another ledger.
 """
@@ -86,11 +88,23 @@ def run_shipped(seed: str, number: int, folder: Path) -> Case:
     return Case(kind, [f"{fields['target']} {kind}"], f"{problem}: {fields}" if problem else "")
 
 
+def run_advice(seed: str, number: int, folder: Path) -> Case:
+    from same_advice import drawn_plans, faults, rehearsed_faults, searched_faults
+
+    from threefold.plan.file import dump_plan
+
+    plan = drawn_plans(200 * (number // 200 + 1))[number]
+    parts = {"all verbs": faults, "plan": searched_faults, "dry-run": rehearsed_faults}
+    found = [fault for part in parts.values() for fault in part(plan, folder)]
+    return Case("WRONG" if found else "equal", [plan.target], "\n".join([*found, *([dump_plan(plan)] * bool(found))]))
+
+
 SUBJECTS: dict[str, Callable[[str, int, Path], Case]] = {
     "sft": run_sft,
     "export": run_export,
     "hostile": run_hostile,
     "shipped": run_shipped,
+    "advice": run_advice,
 }
 
 

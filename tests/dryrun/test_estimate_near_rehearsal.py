@@ -225,6 +225,11 @@ ALSO_NEAR = {
         "model": "qwen3-next-80b-a3b", "layout.cp": 4, "job.seq_len": 16384, "model.num_layers": 3,
         "model.num_experts": 16, "job.mtp": 0, "job.micro_batch": 2, "knobs.delta_kernels": "fla",
     },
+    "heads of the delta rule over ranks": {
+        "model": "qwen3-next-80b-a3b", "layout.cp": 4, "job.seq_len": 16384, "model.num_layers": 4,
+        "model.num_experts": 16, "job.mtp": 0, "knobs.delta_kernels": "fla",
+        "knobs.cp_comm": ["a2a", "a2a", "a2a", "p2p"],
+    },
     "offloaded experts in slices": {
         "layout.ep": 4, "layout.etp": 2, "model.num_experts": 16, "model.num_layers": 3,
         "knobs.activation_offload": ["expert_fc1", "moe_act"],

@@ -24,6 +24,7 @@ PLANS: list[dict[str, Any]] = [
     {**QWEN, "knobs.recompute": ["full"], "knobs.grad_reduce_overlap": False, "knobs.permute_fusion": False},
     {**QWEN, "layout.cp": 16, "layout.tp": 16, "layout.ep": 64, "knobs.dispatcher": "deepep", "knobs.dispatch_sms": 32,
      "cluster.gpus": 256},
+    {**QWEN, "model": "qwen3-next-80b-a3b", "target": "threefold", "layout.cp": 4, "layout.ep": 32},
 ]  # fmt: skip
 
 

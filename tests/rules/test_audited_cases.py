@@ -23,6 +23,8 @@ QWEN = {
     "layout.tp": 2,
     "knobs.recompute": ["layernorm", "moe_act"],
 }
+NEXT = {"model": "qwen3-next-80b-a3b", "model.num_layers": 4, "target": "threefold", "cluster.chip": "gb200"}
+NEXT |= {"cluster.gpus": 32, "job.seq_len": 131_072, "layout.cp": 4}
 VLM = {"model": "qwen3-vl-235b-a22b", "target": "megatron-bridge", "cluster.chip": "gb200", "cluster.gpus": 64}
 VLM |= {"layout.ep": 64, "job.global_batch": 256, "job.micro_batch": 2, "knobs.dispatcher": "hybridep", "job.images": 2}
 SMALL = {"cluster.gpus": 16, "layout.ep": 4, "layout.pp": 2, "layout.tp": 1, "knobs.ep_overlap": True}
@@ -44,6 +46,14 @@ def fired(fields: dict[str, Any]) -> set[str]:
         ({**QWEN, **OVERLAP}, "tp-and-cp-need-one-connection", False),
         ({**QWEN, "knobs.max_connections": 32, "cluster.chip": "b200"}, "tp-and-cp-need-one-connection", False),
         ({**QWEN, "knobs.max_connections": 32, "layout.tp": 1}, "tp-and-cp-need-one-connection", False),
+        # A list by layer is judged by the layers: 16 key heads of the rule divide by four, two heads of attention do not.
+        ({**NEXT, "knobs.cp_comm": ["a2a", "a2a", "a2a", "p2p"]}, "cp-a2a-divides-heads", False),
+        ({**NEXT, "knobs.cp_comm": ["p2p", "p2p", "p2p", "a2a"]}, "cp-a2a-divides-heads", True),
+        (
+            {**NEXT, "layout.tp": 2, "layout.cp": 16, "knobs.cp_comm": ["a2a", "p2p", "p2p", "p2p"]},
+            "cp-a2a-divides-heads",
+            True,
+        ),
         # Image-free is never evidence, whatever the data.
         ({**VLM, "job.images": 0, "job.data": "/data/chats"}, "vlm-benchmark-has-images", True),
         ({**VLM, "job.images": None, "job.data": "synthetic"}, "vlm-benchmark-has-images", True),

@@ -355,7 +355,7 @@ ASKED = {
     "qwen3-30b": (("qwen3-30b-a3b", "h100", 16, 4096), {(1, 1, 2, 8), (1, 1, 1, 16)}, "megatron-bridge threefold"),
     "deepseek": (("deepseek-v3", "h100", 256, 131_072), {(1, 32, 8, 32)}, "megatron-bridge threefold"),
     "qwen3-235b": (("qwen3-235b-a22b", "gb200", 128, 131_072), {(4, 4, 4, 32)}, "megatron-bridge threefold"),
-    "qwen3-next": (("qwen3-next-80b-a3b", "gb200", 32, 32_768), {(1, 4, 1, 32)}, "megatron-bridge"),
+    "qwen3-next": (("qwen3-next-80b-a3b", "gb200", 32, 32_768), {(1, 4, 1, 32)}, "megatron-bridge threefold"),
 }
 
 

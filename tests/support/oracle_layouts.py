@@ -123,6 +123,8 @@ COMMUNICATION = [
     case("cp a2a+p2p, sinks", "gpt_oss", 4, cp=4, domain=2, knobs={"cp_comm": "a2a+p2p"}),
     case("cp by layer", "deepseek_v3", 2, cp=2, knobs={"cp_comm": ["p2p", "a2a", "all_gather"]},
          spec={"num_hidden_layers": 3, **MTP1}),
+    case("cp by layer, delta rule", "qwen3_next", 4, cp=4, knobs={"cp_comm": ["a2a", "p2p"]}, job=PACKED,
+         spec={"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
     case("cp passes states", "qwen3_next", 4, cp=4, job=PACKED, spec=ODD),
     case("latents by p2p", "deepseek_v3", 4, cp=4, knobs=LATENTS, job=PACKED, spec=MTP2),
     case("latents by all-gather", "deepseek_v3", 2, cp=2, knobs={**LATENTS, "cp_comm": "all_gather"}, job=PACKED),

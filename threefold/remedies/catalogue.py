@@ -117,6 +117,8 @@ CATALOGUE: tuple[Remedy, ...] = (
     Remedy("less-recompute", "recompute less, as far as memory allows", ("compute",),
            ("knobs.recompute", "knobs.recompute_method", "knobs.recompute_layers"), faster.less_recompute,
            on_cpu=True),
+    Remedy("heads-of-delta", "trade sequence for heads in layers of the delta rule: its kernels see whole sequences",
+           ("compute",), ("knobs.cp_comm",), faster.heads_of_delta),
     Remedy("fused-experts", "use grouped GEMMs and fused kernels for experts", ("compute",), ("knobs.expert_fusion",),
            faster.turned_on("expert_fusion", only_if=lambda plan: plan.model.is_moe), kernels=("fused experts",)),
     Remedy("fused-permutation", "fuse the permutation of tokens", ("compute",), ("knobs.permute_fusion",),

@@ -5,6 +5,7 @@ Each function yields the ways of one remedy. Whether a way is legal, and whether
 
 from collections.abc import Callable, Iterator
 
+from threefold.cost.delta_rule import heads_in_delta_layers
 from threefold.cost.format_support import low_precisions
 from threefold.findings import Changes
 from threefold.plan.plan import INSIDE_MOE, Plan
@@ -86,6 +87,12 @@ def exchange_of_keys(plan: Plan) -> Iterator[Changes]:
         yield from ({"knobs.cp_comm": kind} for kind in ("a2a+p2p", "a2a", "p2p") if kind != plan.knobs.cp_comm)
 
 
+def heads_of_delta(plan: Plan) -> Iterator[Changes]:
+    kinds = heads_in_delta_layers(plan)
+    if kinds and "a2a" not in plan.knobs.cp_comm:
+        yield {"knobs.cp_comm": list(kinds)}
+
+
 def less_tp(plan: Plan) -> Iterator[Changes]:
     if plan.layout.tp > 1:
         yield {"layout.tp": plan.layout.tp // 2}
@@ -96,7 +103,7 @@ def less_recompute(plan: Plan) -> Iterator[Changes]:
     names = plan.knobs.recompute
     if plan.full_recompute:
         units: Changes = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
-        yield from ({"knobs.recompute": each, **units} for each in fitting_sets(plan))
+        yield from ({"knobs.recompute": each or None, **units} for each in fitting_sets(plan))
         return
     for name in names:
         rest = [other for other in names if other != name]

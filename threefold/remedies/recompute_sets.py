@@ -6,7 +6,7 @@ Modules are ordered by the bytes that they give back for a second of redoing. `r
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from threefold.cost.fit import surely_fits
@@ -97,11 +97,12 @@ def growing_sets(plan: Plan) -> Iterator[list[str]]:
 
 
 def fitting_sets(plan: Plan) -> Iterator[list[str]]:
-    """Selective sets with which the plan is predicted to fit, without anything on the host."""
+    """Selective sets with which the plan is predicted to fit, without anything on the host: none, where that fits."""
     bare: dict[str, Any] = {"optimizer_offload": 0.0, "activation_offload": (), "activation_offload_layers": 0}
-    knobs = replace(plan.knobs, **bare, recompute=(), recompute_method=None, recompute_layers=None)
     kept = tuple(name for name in plan.knobs.recompute if name != "full")
-    for names in growing_sets(replace(plan, knobs=replace(knobs, recompute=kept))):
+    knobs = replace(plan.knobs, **bare, recompute=kept, recompute_method=None, recompute_layers=None)
+    selective = replace(plan, knobs=knobs)
+    for names in chain([] if kept else [[]], growing_sets(selective)):
         if surely_fits(replace(plan, knobs=replace(knobs, recompute=tuple(names)))):
             yield names
 

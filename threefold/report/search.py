@@ -11,6 +11,7 @@ from threefold.report.estimate import time_text, wall_text
 from threefold.report.layout import axes_text, grids_text
 from threefold.report.terminal import MOST_LINES as SUMMARY_LINES
 from threefold.report.terminal import advice_text, cure_text, cut_lines, findings_text, table
+from threefold.search.explain import cp_comm_text
 from threefold.search.fit import FitPoint
 from threefold.search.neighbors import Comparison, NextBetter, Trial
 from threefold.search.search import Candidate, SearchResult
@@ -201,7 +202,7 @@ def knobs_text(plan: Plan) -> str:
     words += [f"graphs {'+'.join(knobs.graphs)}"] if knobs.graphs else []
     words += ["fused experts"] if knobs.expert_fusion else []
     words += ["tp overlap"] if knobs.tp_overlap else []
-    words += [f"cp {knobs.cp_comm}"] if knobs.cp_comm != "p2p" and plan.layout.cp > 1 else []
+    words += [f"cp {cp_comm_text(plan)}"] if knobs.cp_comm != "p2p" and plan.layout.cp > 1 else []
     words += [f"stages {plan.layout.stages}"] if plan.layout.stages else []
     return ", ".join(words)
 

@@ -13,6 +13,7 @@ A way is a `fix` where it keeps what the plan means: the plan could not run, and
 line without effect goes. Any other is a `suggestion`, which says what it changes.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -132,7 +133,7 @@ class Trials:
         name."""
         said, reasons = f"{finding.at} {finding.problem} {finding.advice}", list[str]()
         for path in list(fix) if len(fix) > 1 and finding.rule in RULES else ():
-            if finding.at in path or path.rpartition(".")[2] in said:
+            if path == finding.at or re.search(rf"\b{path.rpartition('.')[2]}\b", said):
                 continue
             less = {other: value for other, value in fix.items() if other != path}
             trial = self._try(less)

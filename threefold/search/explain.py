@@ -83,7 +83,7 @@ def _axes(plan: Plan, estimate: Estimate) -> list[str]:
         wanted = target_cp(plan.job.seq_len)
         said.append(
             f"CP {layout.cp}, where {format_tokens(plan.job.seq_len)} / 4K is {wanted} (cp-from-shard-target), "
-            f"by {plan.knobs.cp_comm}{_share(estimate, 'cp')}."
+            f"by {cp_comm_text(plan)}{_share(estimate, 'cp')}."
         )
     if plan.model.is_moe and layout.ep > 1:
         said.append(_experts(plan, estimate))
@@ -98,6 +98,15 @@ def _axes(plan: Plan, estimate: Estimate) -> list[str]:
         ranks = format_many(layout.dp * layout.cp, "rank")
         said.append(f"DP {layout.dp}, EDP {layout.edp}; {sharded} are sharded over {ranks}{_share(estimate, 'dp')}.")
     return said
+
+
+def cp_comm_text(plan: Plan) -> str:
+    """How context-parallel ranks communicate, in words."""
+    kinds = plan.knobs.cp_comm
+    if isinstance(kinds, str):
+        return kinds
+    used = dict.fromkeys(zip(kinds, (layer.mixer for layer in plan.model.layers), strict=False))
+    return ", ".join(f"{kind} in {mixer} layers" for kind, mixer in used)
 
 
 def _vision(plan: Plan) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from threefold.cost.delta_rule import heads_in_delta_layers
 from threefold.cost.format_support import can_fuse_experts, low_precisions
 from threefold.layout.degrees import Layout
 from threefold.layout.links import axis_link
@@ -62,7 +63,8 @@ def context_types(space: Space, layout: Layout) -> list[str | tuple[str, ...]]:
     crosses = axis_link(layout, "cp", plan.cluster.domain_ranks).link == "network"
     if crosses and all(count % (layout.tp * 2) == 0 for count in heads):
         types.append("a2a+p2p")
-    return types
+    by_layer = heads_in_delta_layers(replace(plan, layout=layout))
+    return [*types, by_layer] if by_layer else types
 
 
 def dispatchers(space: Space, layout: Layout) -> list[str]:

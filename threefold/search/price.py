@@ -151,12 +151,14 @@ class Pricer:
                 return smallest
         degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp, layout.stages)
         rung = (knobs.recompute, knobs.optimizer_offload, knobs.precision, knobs.data_parallel, knobs.expert_fusion)
-        key = (degrees, micro_batch, rung, knobs.recompute_save)
+        # The rule's states between ranks take more than heads that are traded: a list by layer stays as it is.
+        cp_comm = self.space.base.knobs.cp_comm if isinstance(knobs.cp_comm, str) else knobs.cp_comm
+        key = (degrees, micro_batch, rung, knobs.recompute_save, cp_comm)
         if key not in self._least:
             self.effort += BOUND_EFFORT
             base = self.space.base.knobs
             lean = layout if layout.stages else replace(layout, vpp=1, schedule=None)
-            plain = replace(knobs, ep_overlap=False, graphs=(), dispatcher=base.dispatcher, cp_comm=base.cp_comm)
+            plain = replace(knobs, ep_overlap=False, graphs=(), dispatcher=base.dispatcher, cp_comm=cp_comm)
             plan = self.plan(lean, micro_batch, plain)
             self._least[key] = fullest_bytes(plan, self._band(plan), self.limit * (1 + LEANER))
         return self._least[key]

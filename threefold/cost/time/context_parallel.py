@@ -6,6 +6,7 @@ expands those of other ranks for its own heads, in the forward and again in the 
 
 from dataclasses import dataclass
 
+from threefold.cost.delta_rule import cp_comm_of
 from threefold.cost.format_support import gemm_precision
 from threefold.cost.layer_work import BF16, LayerCase
 from threefold.cost.rates import Rates, gemm_rate, network_bandwidth
@@ -52,7 +53,7 @@ def _forward_seconds(plan: Plan, case: LayerCase, rates: Rates) -> ContextSecond
     if case.layer.mixer not in ("attention", "window"):
         return ContextSeconds(0.0, 0.0)
     queries, keys = _attention_widths(plan)
-    cp_comm = _first_cp_comm(plan)
+    cp_comm = cp_comm_of(plan, case.layer.mixer)
     link, chip = plan.link("cp"), plan.chip
     inside, outside = chip.domain_bandwidth * rates.hybridep, network_bandwidth(plan, rates) * rates.network
     if cp_comm == "a2a":
@@ -86,14 +87,9 @@ def _heads_exchange_seconds(plan: Plan, payload: float, rates: Rates) -> float:
     return max(inside, outside) + latency_seconds(rates, link.link)
 
 
-def _first_cp_comm(plan: Plan) -> str:
-    kind = plan.knobs.cp_comm
-    return kind if isinstance(kind, str) else (kind or ("p2p",))[0]  # a rule refuses an empty list
-
-
 def _latent_groups(plan: Plan) -> tuple[int, int]:
     """Ranks that gather latents and share the heads, and ranks whose latents arrive from outside."""
-    cp, cp_comm = plan.layout.cp, _first_cp_comm(plan)
+    cp, cp_comm = plan.layout.cp, cp_comm_of(plan, "attention")
     inner = {"a2a": cp, "a2a+p2p": plan.cp_inner}.get(cp_comm, 1)
     return inner, cp // inner
 
@@ -115,7 +111,7 @@ def _latent_exchange_seconds(plan: Plan, case: LayerCase, rates: Rates) -> Conte
     exposed = (4 * gathered + 3 * output * (inner - 1) / inner) / inside
     exposed += (2 * outer + 5) * latency_seconds(rates, "domain") if inner > 1 else 0.0
     ring = 4 * (outer - 1) * (latents / outside + latency_seconds(rates, link.link))
-    if _first_cp_comm(plan) == "all_gather":
+    if cp_comm_of(plan, "attention") == "all_gather":
         return ContextSeconds(0.0, exposed + ring)
     return ContextSeconds(ring, exposed)
 

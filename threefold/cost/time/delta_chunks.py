@@ -1,14 +1,26 @@
-"""Seconds of the chunks of the gated delta rule, which run one after the other."""
+"""Seconds of the chunks of the gated delta rule. States pass from one chunk to the next; all else is done by heads."""
 
-from threefold.cost.delta_rule import DELTA_CHUNK, last_cp_comm, uses_fla
+from threefold.cost.delta_rule import DELTA_CHUNK, cp_comm_of, uses_fla
 from threefold.cost.rates import Rates
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 
+# Heads x sequences of the step behind `fla_chunk_seconds` (benchmarks/results/step-qwen3-next-h200.json).
+MEASURED_HEADS = 32 * 4
+# A chunk of so few heads that passing states is most of it: the rate of three published rows with 4 to 8 heads a rank
+# (`chunk_seconds` of Megatron Bridge in docs/log/estimate.md). What is between is assumed to be proportional.
+FEW_HEADS_SECONDS = 15e-6
+
 
 def chunks_seconds(plan: Plan, layer: Layer, seq_len: int, rates: Rates) -> float:
-    """Forward and backward of the chunks of one sequence in a layer, however many ranks share its heads."""
-    if layer.mixer != "delta":
+    """Forward and backward of the chunks of a microbatch in a layer. Kernels of flash-linear-attention take as long as
+    their heads, from a few heads on; other chunks run one after the other, however many ranks share the heads."""
+    delta = plan.model.delta
+    if layer.mixer != "delta" or delta is None:
         return 0.0
-    is_fla = uses_fla(plan, last_cp_comm(plan))
-    return seq_len / DELTA_CHUNK * (rates.fla_chunk_seconds if is_fla else rates.chunk_seconds)
+    cp_comm, seconds = cp_comm_of(plan, "delta"), rates.chunk_seconds
+    if uses_fla(plan, cp_comm):
+        shards = plan.layout.tp * (plan.layout.cp if cp_comm == "a2a" else 1)
+        heads = delta.num_v_heads / shards * plan.job.micro_batch
+        seconds = max(FEW_HEADS_SECONDS, rates.fla_chunk_seconds * heads / MEASURED_HEADS)
+    return seq_len / DELTA_CHUNK * seconds

@@ -6,6 +6,7 @@ runs ahead: there the calls of a layer take this time beside the work in them.
 
 from dataclasses import replace
 
+from threefold.cost.delta_rule import cp_comm_of
 from threefold.cost.format_support import runs_fused_experts
 from threefold.cost.rates import Rates
 from threefold.cost.time.recompute import recomputed_modules
@@ -72,7 +73,7 @@ def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
     if layer.ffn == "moe" and plan.model.moe and not runs_fused_experts(plan):
         ffn += rates.host_expert_seconds * plan.model.moe.num_experts / plan.layout.ep
     ffn *= rates.host_unfused if layer.ffn == "moe" and not runs_fused_experts(plan) else 1.0
-    ring = plan.layout.cp if "p2p" in plan.knobs.cp_comm else 1
+    ring = plan.layout.cp if "p2p" in cp_comm_of(plan, layer.mixer) else 1
     mixer *= 1 + rates.host_ring * (ring - 1)
     scope = "mamba" if layer.mixer == "mamba" else "attn"
     if scope in knobs.graphs:

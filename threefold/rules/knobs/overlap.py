@@ -149,7 +149,7 @@ def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
     if plan.knobs.ep_overlap and plan.full_recompute:
         rest = {"knobs.recompute_method": None, "knobs.recompute_layers": None}
         sets = chain([["layernorm", "moe_act"], ["layernorm"]], _sets_that_fit(plan, "full"))
-        fixes = ({"knobs.recompute": names, **rest} for names in sets)
+        fixes = ({"knobs.recompute": names or None, **rest} for names in sets)
         yield Finding(at="knobs.recompute", problem="EP overlap with full recompute", fixes=fixes, resort=_OFF)
 
 

@@ -204,7 +204,7 @@ def selective_before_full(plan: Plan) -> Iterator[Finding]:
         yield Finding(
             at="knobs.recompute",
             problem="full recompute repeats every layer's forward: a sign of the memory wall",
-            fixes=({"knobs.recompute": names, **method} for names in sets),
+            fixes=({"knobs.recompute": names or None, **method} for names in sets),
             otherwise=lambda: "no selective set is predicted to fit this layout: more ranks, or more EP, CP or PP",
         )
 
@@ -298,5 +298,5 @@ def offload_comes_last(plan: Plan) -> Iterator[Finding]:
     if not offloads or knobs.recompute or not can_be_priced(plan):
         return
     bare = {f"knobs.{name}": None for name in offloads}
-    fixes = ({"knobs.recompute": names, **bare} for names in fitting_sets(plan))
+    fixes = ({"knobs.recompute": names or None, **bare} for names in fitting_sets(plan))
     yield Finding(at=f"knobs.{offloads[0]}", problem="offload while nothing is recomputed", fixes=fixes)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from math import log2
 
+from threefold.cost.delta_rule import heads_in_delta_layers
 from threefold.cost.fit import fits, surely_fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
@@ -225,24 +226,31 @@ def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
     """With all-to-all context parallel every rank takes whole heads.
 
     Why: a2a trades sequence shards for head shards, so TP x CP must divide the heads, and the key/value
-        heads too. The hierarchical form needs it only inside the fast domain.
+        heads too. The hierarchical form needs it only inside the fast domain. A list by layer is judged by the layers
+        that it gives each kind to: those of the delta rule need key heads that TP x CP divides.
     Confirm: divide the head counts by TP x CP.
-    Fix: p2p works with any head count.
+    Fix: our engine keeps a2a in layers of the delta rule, where their heads divide; p2p works with any head count.
     """
-    layout, model = plan.layout, plan.model
-    modes = {plan.knobs.cp_comm} if isinstance(plan.knobs.cp_comm, str) else set(plan.knobs.cp_comm)
+    layout, model, kinds = plan.layout, plan.model, plan.knobs.cp_comm
+    layers = zip([kinds] * model.num_layers if isinstance(kinds, str) else kinds, model.layers, strict=False)
+    used = {(kind, "delta" if layer.mixer == "delta" else "attention") for kind, layer in layers}
     # Inside one domain the hierarchical form is a plain ring: no heads are traded.
-    inner = plan.cp_inner if "a2a+p2p" in modes else 1
-    shards = layout.tp * (layout.cp if "a2a" in modes else inner)
-    if layout.cp == 1 or shards == layout.tp:
+    inner = plan.cp_inner if ("a2a+p2p", "attention") in used else 1
+    shards = layout.tp * (layout.cp if ("a2a", "attention") in used else inner)
+    if layout.cp == 1:
+        return
+    delta_heads = model.delta.num_k_heads if model.delta and ("a2a", "delta") in used else 0
+    if delta_heads % (layout.tp * layout.cp):
+        problem = f"{delta_heads} key heads of the delta rule do not divide into {layout.tp * layout.cp} shares"
+        yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p"})
         return
     for attention in (model.attention, model.local_attention):
-        if attention and (attention.num_heads % shards or attention.num_kv_heads % shards):
+        if attention and shards > layout.tp and (attention.num_heads % shards or attention.num_kv_heads % shards):
             heads = f"{attention.num_heads} heads and {attention.num_kv_heads} key/value heads"
             yield Finding(
                 at="knobs.cp_comm",
                 problem=f"{heads} do not divide into {shards} shares",
-                fix={"knobs.cp_comm": "p2p"},
+                fixes=[{"knobs.cp_comm": kind} for kind in (heads_in_delta_layers(plan), "p2p") if kind],
             )
             return
 

@@ -35,7 +35,8 @@ def _delta(local: LocalSizes, spec: DeltaSpec) -> float:
     projected = b * (channels + heads * v)  # with the output's gate
     if "core_attn" in local.recompute:
         return heads * (after_core - b * v) + projected + 2 * b * heads
-    copies = b * channels if passes_states else 0.0  # spans behind the last tokens of those before them
+    # Under CP: spans behind the last tokens of those before them, or fewer heads of all tokens.
+    copies = b * channels if local.plan.layout.cp > 1 else 0.0
     return heads * (inside + after_core) + projected + copies + 8 * FP32 * heads
 
 
