@@ -62,7 +62,7 @@ LEFT = {
     "engine/kernels": 78,
     "engine/layers": 12,
     "engine/models": 47,
-    "engine/moe": 11,
+    "engine/moe": 0,
     "engine/precision": 12,
     "engine/schedule": 21,
     "engine/shard": 1,

@@ -356,6 +356,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "knobs.fp8_dispatch": True},
         {"target": "threefold", "knobs.fp8_dispatch": True, "knobs.dispatcher": "alltoall"},
     ),
+    "expert-copies-by-alltoall": (
+        {"target": "threefold", "knobs.expert_balance": "replicate", "knobs.dispatcher": "deepep"},
+        {"target": "threefold", "knobs.expert_balance": "replicate", "knobs.dispatcher": "alltoall"},
+    ),
+    "expert-copies-have-use": ({"knobs.expert_copies": 2}, {}),
+    "megatron-copies-no-experts": (
+        {"target": "megatron-bridge", "knobs.expert_balance": "replicate"},
+        {"target": "threefold", "knobs.expert_balance": "replicate"},
+    ),
     "fp8-output-fits-head": (
         {"target": "threefold", "knobs.fp8_output": True, "layout.tp": 64},
         {"target": "threefold", "knobs.fp8_output": True},

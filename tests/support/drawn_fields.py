@@ -12,6 +12,7 @@ from typing import Any
 from drawn_models import Fields, divisors, one_in
 
 from threefold.layout.degrees import SCHEDULES
+from threefold.plan.load import WORKLOADS
 from threefold.plan.plan import (
     CP_COMM,
     CP_EXCHANGE,
@@ -258,6 +259,18 @@ def _draw_knobs(draw: random.Random, fields: Fields, num_layers: int) -> Fields:
         mixed = knobs["knobs.cp_comm"] == "a2a+p2p" or one_in(draw, 8)
         knobs["knobs.cp_inner"] = draw.choice((None, *divisors(fields["layout.cp"]))) if mixed else None
     return knobs
+
+
+def draw_balance(draw: random.Random, fields: Fields, dense: bool) -> Fields:
+    """An uneven load of the experts, and copies of them. It has a `draw` of its own: others stay as they were."""
+    if dense or fields.get("job.routing") == "forced-balance" or one_in(draw, 2):
+        return {}
+    load: Fields = {"job.load": draw.choice(WORKLOADS)}
+    if fields["layout.ep"] == 1 or fields.get("knobs.dispatcher") not in (None, "local") or one_in(draw, 4):
+        return load
+    copies, every = draw.choice((None, None, 2, 3)), draw.choice((None, None, None, 2))
+    given = {"knobs.expert_balance": "replicate", "knobs.expert_copies": copies, "knobs.expert_balance_every": every}
+    return load | given
 
 
 def _draw_data_parallel(draw: random.Random, fields: Fields) -> Fields:

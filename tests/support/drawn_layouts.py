@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drawn_fields import FORMATS, draw_degrees, draw_fields, draw_stages
+from drawn_fields import FORMATS, draw_balance, draw_degrees, draw_fields, draw_stages
 from drawn_models import DENSE, SEEING, Fields, draw_config, one_in
 from drawn_themes import THEMES
 from tiny_mixtures import MIXTURES
@@ -71,6 +71,7 @@ def draw_layout(seed: int | str, families: Sequence[str] = (), as_trained: bool 
         fields["job.mtp"] = mtp
     if theme:
         fields |= {"layout.replicate": None, **layout, **theme.draw_fields(draw)}
+    fields |= draw_balance(random.Random(f"balance {seed}"), fields, family in DENSE)
     if layout["layout.pp"] > 1 and one_in(draw, 1 if theme and theme.draws_stages else 3):
         depths = fields.get("job.mtp")
         depths = config.get("num_nextn_predict_layers", 0) if depths is None else depths

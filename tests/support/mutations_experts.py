@@ -14,7 +14,9 @@ from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.received_rows import ReceivedRows, all_to_all_rows
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.moe import balance
+from threefold.engine.moe.copies import CopiedExperts
 from threefold.engine.moe.experts import Experts
+from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
 from threefold.engine.shard import expert_parallel as expert
 
@@ -134,3 +136,40 @@ def router_bias_follows_its_own_load() -> None:
 @breaks("forced balance")
 def forced_balance_begins_anew_on_every_rank() -> None:
     replace_attribute(Router, "expert_group_rank", property(lambda self: 0, lambda self, value: None))
+
+
+# Copies of hot experts
+
+
+@breaks("expert copies", often=True)
+def gradients_of_copies_are_lost() -> None:
+    wrap_attribute(CopiedExperts, "send_home", lambda old, self, grads: old(self, grads).zero_())
+
+
+@breaks("expert copies", often=True)
+def copies_keep_the_weights_of_the_first_step() -> None:
+    def place(old: Callable[..., Any], self: CopiedExperts, replicas: Any) -> None:
+        filled = self.__dict__.setdefault("was_filled", False)
+        old(self, replicas)
+        self.filling = [] if filled and self.replicas is not None else None
+        self.was_filled = filled or self.replicas is not None
+
+    wrap_attribute(CopiedExperts, "place", place)
+
+
+@breaks("expert copies")
+def tokens_of_copies_count_twice() -> None:
+    wrap_attribute(MoeLayer, "run_copies", lambda old, *args: 2 * old(*args))
+
+
+@breaks("expert copies")
+def an_evaluation_reads_old_copies() -> None:
+    wrap_attribute(
+        CopiedExperts, "place", lambda old, self, replicas: None if replicas is None else old(self, replicas)
+    )
+
+
+@breaks("expert copies")
+def rows_of_copies_go_to_the_owner_s_weights_of_another_expert() -> None:
+    old = CopiedExperts.sent.fget
+    replace_attribute(CopiedExperts, "sent", property(lambda self: [(n + 1) % self.num_own for n in old(self)]))

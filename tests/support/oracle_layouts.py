@@ -86,6 +86,8 @@ FOUR, FIVE, SIX = ({"num_hidden_layers": n} for n in (4, 5, 6))
 ODD, TIED = {"odd": True}, {"tie_word_embeddings": True}
 MTP1, MTP2 = {"num_nextn_predict_layers": 1}, {"num_nextn_predict_layers": 2}
 
+COPIES = {"expert_balance": "replicate"}
+
 ALONE = [
     case("dp", "mixtral", 2, often=True),
     case("dp of four", "qwen3_next", 4, job=PACKED),
@@ -103,6 +105,7 @@ ALONE = [
     case("vpp of three", "gpt_oss", 2, pp=2, vpp=3, spec=SIX),
     case("ep", "gpt_oss", 3, ep=3, job={"global_batch": 6}),
     case("ep, odd width", "qwen3_moe", 2, ep=2, spec=ODD),
+    case("expert copies", "qwen3_moe", 2, ep=2, job={"load": "hot-rank"}, knobs=COPIES),
     case("ep with shared experts beside it", "deepseek_v3", 4, ep=4, knobs={"shared_expert_overlap": True}),
     case("etp", "mixtral", 2, etp=2),
     case("etp with biases", "gpt_oss", 4, etp=4),

@@ -10,7 +10,7 @@ from threefold.cost.vision.planned_pictures import planned_pictures
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.engine.batch import Batch, Images
 from threefold.engine.build import Parts
-from threefold.engine.step import add_over_ranks, clip, update
+from threefold.engine.step import add_over_ranks, begin_step, clip, finish_gradients, update
 from threefold.engine.vision import CHANNELS
 from threefold.plan.plan import Plan
 
@@ -48,11 +48,13 @@ def run_step(parts: Parts, plan: Plan, origins: OriginTracker, num_microbatches:
     with origins.in_phase("batch"):
         all_batches = zero_batches(plan, num_microbatches or plan.num_microbatches, parts.device)
         batches = all_batches[: plan.num_microbatches]
-        parts.data.begin_step(len(batches))
+        if parts.copies:
+            parts.copies.fills_all_slots = True
+        begin_step(parts, len(batches))
     with origins.in_phase("forward"):
         sums = parts.runner.run(batches, [1 / len(batches)] * len(batches))
     with origins.in_phase("reduce"):
-        parts.data.finish_grad_sync()
+        finish_gradients(parts)
         seen = add_over_ranks(parts, sums, parts.data.grad_sum_of_squares())
         factor = clip(parts, seen.pop("squares").sqrt(), plan.job)
     with origins.in_phase("optimizer"):

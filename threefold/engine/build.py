@@ -24,7 +24,9 @@ from threefold.engine.lora import lora_settings
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Block, Decoder
+from threefold.engine.moe.copies import ExpertCopies
 from threefold.engine.moe.experts import Experts
+from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.optim.loss_scaler import LossScaler, initial_scale
 from threefold.engine.optim.muon import Muon
@@ -62,6 +64,7 @@ class Parts:
     loader: Loader | None = None
     validation: dict[str, Loader] = field(default_factory=dict)  # validation sets by name
     loss_scaler: LossScaler | None = None  # of an fp16 model
+    copies: ExpertCopies | None = None  # of hot experts of other ranks
 
     @property
     def model(self) -> Decoder:
@@ -144,7 +147,8 @@ def build(
     _defer_updates(optimizer, data, chunks)
     dtype = dtype or dtype_of(plan)
     scaler = LossScaler(initial_scale(plan), plan.job.loss_scale_window) if dtype == torch.float16 else None
-    parts = Parts(chunks, _runner(plan, mesh, chunks, data, dtype), data, optimizer, mesh, loss_scaler=scaler)
+    runner, copies = _runner(plan, mesh, chunks, data, dtype), _expert_copies(plan, mesh, chunks, data, dtype)
+    parts = Parts(chunks, runner, data, optimizer, mesh, loss_scaler=scaler, copies=copies)
     if not with_data:
         return parts
     loader = open_loader(plan, mesh, plan.job)
@@ -190,6 +194,22 @@ def _model_and_data(
     return sharded.chunks, Fsdp(
         models, sharded.placements, partial(fsdp_groups, mesh), copies, mesh.device_mesh, settings, _WRAPPING
     )
+
+
+def _expert_copies(
+    plan: Plan, mesh: Mesh, chunks: dict[int, Decoder], data: SingleRank | Zero1 | Fsdp, dtype: torch.dtype
+) -> ExpertCopies | None:
+    blocks = [block for model in chunks.values() for block in model.expert_blocks()]
+    layers = [
+        (block.router_number, copies)
+        for block in blocks
+        if isinstance(block.ffn, MoeLayer) and (copies := block.ffn.copies) is not None
+    ]
+    if not layers or isinstance(data, SingleRank):
+        return None
+    settings = data_parallel_settings(plan.knobs, mesh.device)
+    settings = replace(settings, grad_accumulation_fusion=plan.knobs.grad_accum_fusion)
+    return ExpertCopies(layers, plan.knobs.expert_balance_every, data, settings, dtype)
 
 
 def why_not_fused(plan: Plan) -> str | None:

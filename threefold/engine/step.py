@@ -69,15 +69,16 @@ def train_step(
     scaler = parts.loss_scaler
     scale = scaler.scale if scaler else None
     share_M, labels = count_labels(parts, batches)
-    parts.data.begin_step(len(batches))
+    begin_step(parts, len(batches))
     with around_microbatches():
         sums = parts.runner.run(batches, list(share_M if scale is None else share_M * scale))
-    parts.data.finish_grad_sync()
+    finish_gradients(parts)
     seen = unscale(add_over_ranks(parts, sums, parts.data.grad_sum_of_squares()), scale)
     norm = seen.pop("squares").sqrt()
     factor = clip(parts, norm, job)
     num_passes = count_passes(parts, batches)
-    reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, num_passes)})
+    load_LE = seen["load_LE"] if parts.copies else None
+    reading = AsyncRead({"labels": labels, "norm": norm, **numbers_of(parts, seen, num_passes)}, load_LE)
     # Reading the numbers is the only wait of the host for the device. An optimizer that checks the factor by itself is
     # launched before that, so that the device does not wait for the host.
     early = parts.optimizer.uses_fused_kernel
@@ -85,6 +86,8 @@ def train_step(
         update(parts, seen, lr, job, torch.where(norm.isfinite() & seen["ce"].isfinite(), factor, torch.nan))
     aux = reading.values()
     loss, norm_value, num_labels = (aux.pop(name) for name in ("ce", "norm", "labels"))
+    if parts.copies:
+        parts.copies.observe(reading.rows())
     applied = math.isfinite(loss) and math.isfinite(norm_value)
     overflowed = scaler is not None and math.isfinite(loss) and not applied and scaler.can_shrink
     if early and not applied:
@@ -96,6 +99,20 @@ def train_step(
     routers = {name: seen[name] for name in ("load_LE", "entropy_L", "dropped_L") if name in seen}
     by_layer = partial(layer_router_metrics, routers, num_passes) if routers else None
     return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed, by_layer)
+
+
+def begin_step(parts: Parts, passes: int) -> None:
+    """Gradients to zero, and copies of hot experts placed."""
+    parts.data.begin_step(passes)
+    if parts.copies:
+        parts.copies.begin_step(passes)
+
+
+def finish_gradients(parts: Parts) -> None:
+    """Complete the gradients of the elements that this rank owns."""
+    if parts.copies:
+        parts.copies.sum_gradients()
+    parts.data.finish_grad_sync()
 
 
 @torch.no_grad()
@@ -194,11 +211,14 @@ def layer_router_metrics(seen: dict[str, Tensor], num_passes: float | Tensor) ->
 
 
 class AsyncRead:
-    """Numbers on their way to the host. Reading them does not wait for what the device does after them."""
+    """Numbers, and a table of them, on their way to the host. Reading them does not wait for what the device does after
+    them."""
 
-    def __init__(self, named: dict[str, Tensor]) -> None:
-        self.names = list(named)
+    def __init__(self, named: dict[str, Tensor], table: Tensor | None = None) -> None:
+        self.names, self.table = list(named), table
         values_N = torch.stack([value.to(torch.float64) for value in named.values()])
+        if table is not None:
+            values_N = torch.cat([values_N, table.to(torch.float64).flatten()])
         self.there: Any = None
         if values_N.is_cuda:
             pinned_N = torch.empty(values_N.shape, dtype=values_N.dtype, pin_memory=True)
@@ -210,7 +230,13 @@ class AsyncRead:
     def values(self) -> dict[str, float]:
         if self.there is not None:
             self.there.synchronize()
-        return dict(zip(self.names, self.values_N.tolist(), strict=True))
+        return dict(zip(self.names, self.values_N[: len(self.names)].tolist(), strict=True))
+
+    def rows(self) -> list[list[float]]:
+        """The rows of the table, after `values`."""
+        assert self.table is not None
+        rows: list[list[float]] = self.values_N[len(self.names) :].view(self.table.shape).tolist()
+        return rows
 
 
 def clip(parts: Parts, norm: Tensor, job: Job) -> Tensor:

@@ -128,6 +128,8 @@ class TrainState:
         facts = {"step": self.step, "bad_steps": self.bad_steps, "loader": self.parts.loader.state()}
         if self.parts.loss_scaler:
             facts |= {"loss_scaler": self.parts.loss_scaler.state(), "overflow_steps": self.overflow_steps}
+        if self.parts.copies:
+            facts["expert_copies"] = self.parts.copies.state()
         if self.best.step:
             facts["best"] = asdict(self.best)
         return facts
@@ -154,6 +156,8 @@ class TrainState:
         self.parts.loader.load_state(loader)
         self.step, self.bad_steps = facts["step"], facts["bad_steps"]
         self.best = BestEvaluation.of(facts) or self.best
+        if self.parts.copies and "expert_copies" in facts:  # the first step of a run that had none copies nothing
+            self.parts.copies.load_state(facts["expert_copies"])
         if self.parts.loss_scaler and "loss_scaler" in facts:  # runs of earlier versions have none
             self.parts.loss_scaler.load_state(facts["loss_scaler"])
             self.overflow_steps = int(facts["overflow_steps"])

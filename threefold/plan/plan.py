@@ -204,6 +204,13 @@ class Knobs:
     grad_dtype: str = item("dtype of accumulated gradients", "fp32", choices=("fp32", "bf16"))
     data_parallel: str = item("who shards what over data parallel", "zero1", choices=("zero1", "fsdp", "hsdp"))
     grad_accum_fusion: bool = item("weight-gradient GEMMs add into the gradient buffer", True)
+    expert_balance: str = item(
+        "how experts that get more rows than others are balanced; replicate: each step copies them to other EP ranks",
+        "none",
+        choices=("none", "replicate"),
+    )
+    expert_copies: int = item("slots of an EP rank for copies of other ranks' experts", 1, at_least=1, at_most=64)
+    expert_balance_every: int = item("steps after which copies are placed anew", 1, at_least=1, at_most=1000)
     permute_fusion: bool = item("fused permutation kernels", True)
     expert_fusion: bool = item("one fused kernel for an expert's two GEMMs, activation and quantization", False)
     expert_kernels: str | None = item(
@@ -389,6 +396,15 @@ class Plan(ShownAsTable):
         force, or its vision-language model sees no images."""
         forced = self.model.is_moe and self.job.routing == "forced-balance"
         return self.is_synthetic or forced or self.is_image_free
+
+    @property
+    def expert_slots(self) -> int:
+        """Slots of a rank for copies of other ranks' experts, in each layer with experts; 0 where nothing is copied."""
+        knobs, experts, ep = self.knobs, self.model.num_experts, self.layout.ep
+        copies = knobs.expert_balance == "replicate" and knobs.dispatcher == "alltoall" and ep > 1
+        if not copies or self.job.routing == "forced-balance":
+            return 0
+        return min(knobs.expert_copies, experts - experts // ep)
 
     @property
     def full_recompute(self) -> bool:

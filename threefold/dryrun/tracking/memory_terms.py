@@ -27,6 +27,7 @@ _TERM_OF_PATH = (
     (".vision", "vision"),
     (".projector", "vision"),
     (".ffn.experts", "experts"),
+    (".ffn.copies", "experts"),
     (".ffn.router", "router"),
     (".ffn.shared", "shared_experts"),
     (".mixer_norm", "norms"),
@@ -81,9 +82,13 @@ def label_states(tracker: MemoryTracker, parts: Parts) -> None:
             tracker.label(_local(parameter), "weights", name)
         for name, buffer in chunk.named_buffers():
             tracker.label(buffer, "weights", name)
+    copies = parts.copies
+    for _, copied in copies.layers if copies else ():
+        for name, slots in copied.weights.items():
+            tracker.label(slots, "weights", f"copies of {copied.name}.{name}")
     data = parts.data
     bucketed = data if isinstance(data, Zero1) else data.others if isinstance(data, Fsdp) else None
-    for bucket in bucketed.buckets if bucketed else ():
+    for bucket in [*(bucketed.buckets if bucketed else ()), *(copies.sums.buckets if copies else ())]:
         first, last = bucket.entries[0].name, bucket.entries[-1].name
         name = first if first == last else f"{first} to {last}"
         tracker.label(bucket.grads, "gradients", name)

@@ -7,8 +7,9 @@ master weights; frozen ones stay in sixteen bits. Gradients are reduced every mi
 Parameters that several chunks use, or that only one rank holds, are left to ZeRO-1 (`others`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from threefold.engine.data_parallel.protocol import (
     norm_zero,
     sum_of_squares,
 )
-from threefold.engine.data_parallel.zero1 import Zero1, collect_entries
+from threefold.engine.data_parallel.zero1 import Zero1, add_rows, collect_entries
 from threefold.engine.device import device_type
 from threefold.engine.dist.collectives import all_gather, all_reduce
 from threefold.engine.dist.mesh import Group
@@ -184,6 +185,28 @@ class Fsdp:
         for shard in self.shards:
             shard.owned.grad = shard.parameter.grad = None
         self.others.begin_step(passes)
+
+    def await_copies(self, names: Iterable[str]) -> None:
+        mine = {shard.owned.name for shard in self.shards}
+        self.others.await_copies(name for name in names if name not in mine)
+
+    @torch.no_grad()
+    def add_copies(self, name: str, rows: Sequence[int], grads: Tensor) -> None:
+        """Add the gradients of copies to the local part of rows of the gradient of a parameter."""
+        shard = next((shard for shard in self.shards if shard.owned.name == name), None)
+        if shard is None:
+            return self.others.add_copies(name, rows, grads)
+        if not rows:
+            return None
+        grads = grads.to(shard.owned.value.dtype)
+        for group in (shard.groups.shards, shard.groups.replicas):
+            all_reduce(grads, group).wait()
+        if shard.parameter.grad is None:
+            shard.parameter.grad = torch.zeros_like(shard.parameter)
+        local = cast(DTensor, shard.parameter.grad).to_local()
+        first = shard.owned.start // local[:1].numel() if len(local) else 0
+        here = [n for n, row in enumerate(rows) if first <= row < first + len(local)]
+        return add_rows(local, [rows[n] - first for n in here], grads[here])
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:

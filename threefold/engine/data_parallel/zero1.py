@@ -46,6 +46,7 @@ class Zero1:
     ) -> None:
         self.settings = settings
         self.grads_per_pass: dict[str, int] = {}  # gradients that a parameter gets in one pass, if more than one
+        self._await_copies: set[str] = set()  # parameters with copies whose gradients come last
         entries = collect_entries(chunks, placements, exclude)
         self.frozen_entries = collect_entries(chunks, placements, exclude, frozen=True)
         self.frozen = frozenset(entry.name for entry in self.frozen_entries)
@@ -110,7 +111,7 @@ class Zero1:
 
         def passes_of(entry: ParameterEntry) -> int:
             times = sum(passes if isinstance(passes, int) else passes[chunk] for chunk in entry.chunks)
-            return times * self.grads_per_pass.get(entry.name, 1)
+            return times * self.grads_per_pass.get(entry.name, 1) + (entry.name in self._await_copies)
 
         self._next = 0
         for bucket in self.buckets:
@@ -132,15 +133,37 @@ class Zero1:
             zero1, bucket, entry = owner(), weak_bucket(), weak_entry()
             if zero1 is None or bucket is None or entry is None:
                 return
-            bucket.check_not_reduced(entry)
-            bucket.accumulate(entry)
-            entry.passes_left -= 1
-            if entry.passes_left == 0:
-                bucket.num_incomplete -= 1
-                if zero1.settings.overlap_grad_reduce and bucket.num_incomplete == 0:
-                    zero1._start_ready()
+            zero1._count_gradient(bucket, entry)
 
         return on_gradient
+
+    def _count_gradient(self, bucket: Bucket, entry: ParameterEntry) -> None:
+        bucket.check_not_reduced(entry)
+        bucket.accumulate(entry)
+        entry.passes_left -= 1
+        if entry.passes_left == 0:
+            bucket.num_incomplete -= 1
+            if self.settings.overlap_grad_reduce and bucket.num_incomplete == 0:
+                self._start_ready()
+
+    def await_copies(self, names: Iterable[str]) -> None:
+        """Reduce these gradients only after `add_copies` was called for each, in every step."""
+        self._await_copies.update(names)
+
+    @torch.no_grad()
+    def add_copies(self, name: str, rows: Sequence[int], grads: Tensor) -> None:
+        """Add the gradients of copies to rows of the gradient of a parameter, one by one in this order."""
+        if name in self.unbucketed:
+            parameter = self.unbucketed[name].parameter
+            if rows and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            add_rows(parameter.grad, rows, grads)
+            return
+        bucket, entry = next((b, e) for b in self.buckets for e in b.entries if e.name == name)
+        self._wait_for([bucket])
+        bucket.accumulate(entry)
+        add_rows(bucket.grad_views[name], rows, grads)
+        self._count_gradient(bucket, entry)
 
     def _start_ready(self) -> None:
         """Start the reductions whose gradients are complete, in the order that all ranks keep."""
@@ -246,6 +269,13 @@ class Zero1:
         for name, owned in self.unbucketed.items():
             if name in wanted:
                 yield name, values_of(owned).view(owned.parameter.shape)
+
+
+def add_rows(total: Tensor | None, rows: Sequence[int], grads: Tensor) -> None:
+    """Add gradients to rows of a sum. One by one: a device would add several to one row in no fixed order."""
+    for row, grad in zip(rows, grads, strict=True):
+        assert total is not None
+        total[row] += grad
 
 
 def collect_entries(

@@ -13,7 +13,7 @@ from torch import Tensor
 from threefold.engine.dispatch.async_exchange import AsyncExchange, all_to_all_exchange, finish_exchange, start_exchange
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.fp8_rows import fp8_all_to_all_exchange, pack_fp8
-from threefold.engine.dispatch.protocol import Dispatcher
+from threefold.engine.dispatch.protocol import Dispatcher, ExpertSlots
 from threefold.engine.dispatch.received_rows import ReceivedRows
 from threefold.engine.dispatch.rows import RowMap, sort_by_expert, sort_with_drops
 from threefold.engine.dispatch.split_sizes import RowCounts
@@ -32,6 +32,11 @@ class AllToAllState:
     combine_exchange: AsyncExchange | None = None  # set by `token_combine`
     num_dropped: Tensor | None = None
 
+    @property
+    def num_own_rows(self) -> int:
+        """The rows of experts that this rank owns, which come before those of copies of other ranks' experts."""
+        return self.counts.split_sizes().own_rows
+
 
 @dataclass(frozen=True)
 class AllToAllDispatcher(Dispatcher[AllToAllState]):
@@ -43,17 +48,24 @@ class AllToAllDispatcher(Dispatcher[AllToAllState]):
     capacity: Capacity | None = None  # None: dropless
     fp8_rows: bool = False  # rows travel in FP8 on the way to the experts
     count_group: Group | None = None  # a second EP communicator, so that counts do not queue behind rows
+    slots: ExpertSlots | None = None  # of the layer, where hot experts are copied to other ranks
 
     def dispatch_preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> AllToAllState:
         return self.make_state(*self.sort_rows(expert_TK, weight_TK))
 
     def sort_rows(self, expert_TK: Tensor, weight_TK: Tensor) -> tuple[RowMap, Tensor]:
-        if self.capacity is None:
-            return sort_by_expert(expert_TK, self.num_experts)
-        return sort_with_drops(self.capacity.mark_dropped(expert_TK, weight_TK), self.num_experts)
+        num_experts, slots = self.num_experts, self.slots
+        if self.capacity is not None:
+            expert_TK = self.capacity.mark_dropped(expert_TK, weight_TK)
+        if slots is not None:
+            num_experts, expert_TK = slots.num_slots, slots.slots_of(expert_TK)
+        return (sort_by_expert if self.capacity is None else sort_with_drops)(expert_TK, num_experts)
 
     def make_state(self, rows: RowMap, count_E: Tensor) -> AllToAllState:
-        counts = RowCounts(count_E, rows.row_TK.numel(), self.count_group or self.ep, self.etp)
+        num_own = None if self.slots is None else self.slots.num_own
+        counts = RowCounts(count_E, rows.row_TK.numel(), self.count_group or self.ep, self.etp, num_own)
+        if self.slots is not None:
+            self.slots.start_filling()
         return AllToAllState(rows, counts, num_dropped=rows.num_dropped)
 
     def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: AllToAllState) -> tuple[Tensor, Tensor]:

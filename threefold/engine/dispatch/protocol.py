@@ -47,6 +47,24 @@ class DispatchState(Protocol):
         ...
 
 
+class ExpertSlots(Protocol):
+    """The places where rows are computed, where hot experts are copied to other ranks (`moe/copies.py`)."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all ranks."""
+
+    @property
+    def num_own(self) -> int:
+        """The first slots of this rank, of the experts that it owns."""
+
+    def slots_of(self, expert_TK: Tensor) -> Tensor:
+        """The slot for each copy of a token; -1 stays."""
+
+    def start_filling(self) -> None:
+        """Start to copy weights, once a step."""
+
+
 AnyState = TypeVar("AnyState", bound=DispatchState)
 
 

@@ -28,13 +28,15 @@ class SplitSizes:
     sent: list[int]  # rows to each rank of ep
     received: list[int]  # rows from each rank of ep
     etp_rows: list[int]  # rows that each rank of etp has received
+    own_rows: int  # of these rows, those of experts that this rank owns
 
 
 class RowCounts:
     """The counts of one dispatch. The host waits for them when it first asks for `split_sizes`."""
 
-    def __init__(self, count_E: Tensor, num_rows: int, ep: Group, etp: Group) -> None:
+    def __init__(self, count_E: Tensor, num_rows: int, ep: Group, etp: Group, num_own: int | None = None) -> None:
         self._sent_E, self._num_rows, self._ep, self._etp = count_E, num_rows, ep, etp
+        self._num_own = num_own  # of the experts held here, the first so many; None: all
         # Rows by [rank of etp][rank of ep they come from][expert held here], in the order in which they lie.
         self.count_YXe = count_E.new_empty(etp.size, *count_E.shape)
         self._received_E = self.count_YXe[etp.rank]
@@ -60,18 +62,29 @@ class RowCounts:
         source = context.size_source
         if source is not None:
             received = source(ep, self._num_rows, False)
-            return SplitSizes(source(ep, self._num_rows, True), received, [sum(received)] * self._etp.size)
+            etp_rows = [sum(received)] * self._etp.size
+            local = self._by_slot.shape[1]
+            own_rows = sum(etp_rows) * (self._num_own or local) // local
+            return SplitSizes(source(ep, self._num_rows, True), received, etp_rows, own_rows)
         assert self._host is not None
         if self._event is not None:
             self._event.synchronize()
         sizes = self._host.tolist()
-        return SplitSizes(sizes[:ep], sizes[ep : 2 * ep], sizes[2 * ep :])
+        etp_rows = sizes[2 * ep : 2 * ep + self._etp.size]
+        return SplitSizes(sizes[:ep], sizes[ep : 2 * ep], etp_rows, sizes[-1] if self._num_own else sum(etp_rows))
+
+    @property
+    def _by_slot(self) -> Tensor:
+        """Rows by rank and expert held here."""
+        return self.count_YXe.view(self._etp.size * self._ep.size, -1)
 
     def _copy_to_host(self) -> None:
         self._pending.wait()
         if not self._etp.is_trivial:
             all_gather(self.count_YXe.flatten(), self._received_E.clone(), self._etp).wait()
         by_rank = [self._sent_E.view(self._ep.size, -1), self._received_E.view(self._ep.size, -1), self.count_YXe]
+        if self._num_own:
+            by_rank.append(self._by_slot[:, : self._num_own].reshape(1, -1))
         sizes = torch.cat([counts.sum(dim=1) for counts in by_rank])
         if not sizes.is_cuda or context.size_source is not None:
             self._host = sizes

@@ -259,6 +259,14 @@ def _fp8_dispatch(seen: StepEvidence) -> Effect | None:
     return Effect("fp8_dispatch", "true", "FP8" if sent else "as they are", evidence, sent > 0)
 
 
+def _expert_balance(seen: StepEvidence) -> Effect | None:
+    if seen.plan.knobs.expert_balance == "none":
+        return None
+    calls = seen.details("expert copies")["computed"]
+    evidence = f"{calls} calls of copied experts"
+    return Effect("expert_balance", "replicate", "copies" if calls else "none", evidence, calls > 0)
+
+
 def _fp8_output(seen: StepEvidence) -> Effect | None:
     if not seen.plan.knobs.fp8_output:
         return None
@@ -356,6 +364,7 @@ _SINGLE: tuple[Callable[[StepEvidence], Effect | None], ...] = (
     _compile,
     _tp_overlap,
     _fp8_dispatch,
+    _expert_balance,
     _fp8_output,
 )
 _LISTS: tuple[Callable[[StepEvidence], list[Effect]], ...] = (

@@ -86,7 +86,7 @@ _OFFLOADED: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = {
     ),
     "expert_fc1": ((Experts, ("up_proj",)),),
     "moe_act": ((Experts, ("activate",)),),
-    "fused_group_mlp": ((MoeLayer, ("run_experts", "run_fused_experts")),),
+    "fused_group_mlp": ((MoeLayer, ("run_experts", "run_copies", "run_fused_experts")),),
 }
 
 

@@ -102,7 +102,7 @@ class Experts(nn.Module):
         self.lora: LoraSettings | None = None
 
     def add_adapters(self, settings: LoraSettings) -> None:
-        """Put a LoRA adapter of each expert beside FC1 and FC2. The fused kernels know nothing of them."""
+        """Put a LoRA adapter of each expert next to FC1 and FC2. The fused kernels know nothing of them."""
         num_experts, dim, expert_dim = self.down.shape
         shapes = (
             (settings.rank, dim),
@@ -188,9 +188,9 @@ class Experts(nn.Module):
         return fused_experts(x_TD, weight_TK, expert_TK, *all_parameters, self.activation_name, self.kernels, starts)
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert after
-        another, and torch's grouped GEMMs are far faster there. Nor with adapters, which come between the layers, nor
-        with an activation that the kernels have not."""
+        """Return whether the fused kernels run. Not on a GPU that has none: their slow reference computes one expert
+        after another, and torch's grouped GEMMs are far faster there. Nor with adapters, which come between the layers,
+        nor with an activation that the kernels have not."""
         if self.lora is not None or self.activation_name not in FUSED_ACTIVATIONS:
             return False
         if self.low_precision is not None:
@@ -260,7 +260,7 @@ def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, coun
 
 
 def can_use_grouped_mm(x_RD: Tensor, down_EDH: Tensor) -> bool:
-    """Whether both GEMMs of these experts can use `F.grouped_mm` on this device."""
+    """Return whether both GEMMs of these experts can use `F.grouped_mm` on this device."""
     aligned = is_aligned(x_RD, *down_EDH.shape[1:])
     if is_simulated():
         return aligned and x_RD.dtype != torch.float64
@@ -268,7 +268,7 @@ def can_use_grouped_mm(x_RD: Tensor, down_EDH: Tensor) -> bool:
 
 
 def is_aligned(x: Tensor, *sizes: int) -> bool:
-    """Whether `F.grouped_mm` takes matrices of these sizes in the dtype of `x`."""
+    """Return whether `F.grouped_mm` takes matrices of these sizes in the dtype of `x`."""
     return all(size * x.element_size() % _ALIGN_BYTES == 0 for size in sizes)
 
 

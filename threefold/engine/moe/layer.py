@@ -1,11 +1,11 @@
-"""A Mixture-of-Experts layer: route, dispatch, compute, combine, and shared experts beside them.
+"""A Mixture-of-Experts layer: route, dispatch, compute, combine, and shared experts next to them.
 
 Each phase is a method, so that `schedule/overlappable_pass.py` can run the phases of two microbatches alternately and
 `graphs/scopes.py` can record some of them. `models/activation_memory.py` wraps `run_experts`, `run_fused_experts`,
 `route_and_measure` and `compute_shared` where a plan recomputes or offloads them.
 
 Shapes: B batch, S sequence, T = B * S tokens, D model dim, K experts of a token, P rows as they are exchanged,
-R rows that the experts read, E experts, e experts held here.
+R rows that the experts read, E experts, e experts held here, c slots here for copies of others.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.saved_tensors import inside_recompute
 from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
+from threefold.engine.context import count_event
+from threefold.engine.dispatch.alltoall import AllToAllState
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.dispatch.protocol import AnyDispatcher, DispatchState
 from threefold.engine.dispatch.rows import RowMap, permute_rows
@@ -25,6 +27,7 @@ from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.model_options import Options
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
+from threefold.engine.moe.copies import CopiedExperts
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.router import Router, Routing
 from threefold.spec.model import MoeSpec
@@ -51,6 +54,7 @@ class MoeLayer(nn.Module):
             spec.num_experts, dim, spec.expert_dim, spec.bias, activation, backend=options.expert_backend
         )
         self.experts.fusion, self.experts.kernels = options.expert_fusion, options.expert_kernels
+        self.copies: CopiedExperts | None = None  # of other ranks' experts (shard/expert_parallel.py)
         self.shared = Mlp(dim, spec.shared_width, activation) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
         # Gemma 4: what the normed tokens are multiplied by, and the norms of both outputs and of their sum.
@@ -76,7 +80,7 @@ class MoeLayer(nn.Module):
     def compute_routed(
         self, x_BSD: Tensor, weight_TK: Tensor, expert_TK: Tensor, order: tuple[RowMap, Tensor] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Everything behind a router that ran elsewhere, and the number of token copies that were dropped.
+        """Everything after a router that ran elsewhere, and the number of token copies that were dropped.
 
         `order` holds the sorted rows and their counts where they were computed with the router.
         """
@@ -123,13 +127,47 @@ class MoeLayer(nn.Module):
     def compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
         """From rows as they arrived to rows ready to be sent back."""
         x_RD, weight_R, count_e, order = self.dispatcher.dispatch_postprocess(x_PD, weight_P, state)
-        if order is None or self.experts.fuses(x_RD):
+        copies = self.copies
+        if copies is not None and copies.replicas is None:  # no rows in the slots of copies
+            count_e, order = count_e[: copies.num_own], order and order.of_first(copies.num_own)
+        if copies is not None and copies.replicas is not None:
+            assert isinstance(state, AllToAllState)
+            y_RD = self._run_with_copies(copies, x_RD, weight_R, count_e, order, state.num_own_rows)
+        elif order is None or self.experts.fuses(x_RD):
             y_RD = self.run_experts(x_RD, weight_R, count_e, order)
         else:  # these experts want their rows sorted
             token_R, back_R = order.token_R, order.row_TK[:, 0]
             x_RD, weight_R = permute_rows(x_RD, token_R, back_R), permute_rows(weight_R, token_R, back_R)
             y_RD = permute_rows(self.run_experts(x_RD, weight_R, count_e), back_R, token_R)
         return self.dispatcher.combine_preprocess(y_RD, state)
+
+    def _run_with_copies(
+        self,
+        copies: CopiedExperts,
+        x_RD: Tensor,
+        weight_R: Tensor,
+        count_e: Tensor,
+        order: SortedRows | None,
+        num_own_rows: int,
+    ) -> Tensor:
+        """The experts that this rank owns and copies of others, whose rows come after them."""
+        assert order is not None  # blocks of several ranks, and several slots
+        copies.wait_until_filled()
+        token_R, back_R = order.token_R, order.row_TK[:, 0]
+        x_RD, weight_R = permute_rows(x_RD, token_R, back_R), permute_rows(weight_R, token_R, back_R)
+        count_e, count_c = count_e.tensor_split([copies.num_own])
+        if num_own_rows == len(x_RD):
+            return permute_rows(self.run_experts(x_RD, weight_R, count_e), back_R, token_R)
+        sizes = [num_own_rows, len(x_RD) - num_own_rows]
+        (x_RD, copied_RD), (weight_R, copied_R) = x_RD.split(sizes), weight_R.split(sizes)
+        y_RD = self.run_experts(x_RD, weight_R, count_e)
+        y_RD = torch.cat([y_RD, self.run_copies(copies, copied_RD, copied_R, count_c)])
+        return permute_rows(y_RD, back_R, token_R)
+
+    def run_copies(self, copies: CopiedExperts, x_RD: Tensor, weight_R: Tensor, count_c: Tensor) -> Tensor:
+        count_event("expert copies", "computed")
+        y_RD: Tensor = copies(x_RD, weight_R, count_c)
+        return y_RD
 
     def run_experts(self, x_RD: Tensor, weight_R: Tensor, count_e: Tensor, order: SortedRows | None = None) -> Tensor:
         y_RD: Tensor = self.experts(x_RD, weight_R, count_e, order)
@@ -139,7 +177,7 @@ class MoeLayer(nn.Module):
         return self.dispatcher.combine_postprocess(self.dispatcher.token_combine(y_PD, state), state)
 
     def compute_shared(self, x_TD: Tensor) -> Tensor:
-        """The shared experts: apart from the routed ones, so that they can run beside an exchange."""
+        """The shared experts: apart from the routed ones, so that they can run during an exchange."""
         assert self.shared is not None
         y_TD = self.shared(x_TD if self.shared_scale is None else x_TD * self.shared_scale)
         if self.shared_norm is not None:
@@ -160,11 +198,11 @@ class MoeLayer(nn.Module):
         return isinstance(self.dispatcher, LocalDispatcher) and self.dispatcher.capacity_factor is None
 
     def runs_fused(self, x: Tensor) -> bool:
-        """Whether the fused expert kernels are asked for and run here."""
+        """Return whether the fused expert kernels are asked for and run here."""
         return self.holds_all_experts and self.options.expert_fusion and self.experts.fuses(x)
 
     def runs_in_chunks(self, x: Tensor) -> bool:
-        """Whether so many tokens go through the experts chunk by chunk."""
+        """Return whether so many tokens go through the experts chunk by chunk."""
         return self.holds_all_experts and self._chunk_size(x) < x.shape[:-1].numel()
 
     def _chunk_size(self, x: Tensor) -> int:

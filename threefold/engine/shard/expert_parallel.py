@@ -3,14 +3,18 @@
 Every MoE layer gets the dispatcher that sends token rows to the ranks of their experts. `order.py` calls this.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.dispatch.alltoall import AllToAllDispatcher
 from threefold.engine.dispatch.capacity import order_by_position
 from threefold.engine.dispatch.protocol import AnyDispatcher
 from threefold.engine.dispatch.select import make_dispatcher
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.dist.shard_placement import Placement, Range, even_range, shard_parameter
+from threefold.engine.moe.copies import CopiedExperts
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.shard.sequence_layout import rank_spans
@@ -32,6 +36,10 @@ def shard_experts(model: nn.Module, mesh: Mesh, plan: Plan) -> dict[str, Placeme
             for name, placement in _expert_placements(layer.experts, mesh).items():
                 shard_parameter(layer.experts, name, placement)
                 placements[f"{path}.experts.{name}" if path else f"experts.{name}"] = placement
+            if slots := plan.expert_slots:
+                assert isinstance(layer.dispatcher, AllToAllDispatcher)
+                layer.copies = CopiedExperts(layer.experts, mesh.group("ep"), slots, f"{path}.experts")
+                layer.dispatcher = replace(layer.dispatcher, slots=layer.copies)
     return placements
 
 

@@ -34,6 +34,7 @@ from threefold.engine.step import StepResult, evaluate_batches, to_device, train
 from threefold.engine.verify.compare import Comparison, RankResults, ShardValues, compare_results
 from threefold.engine.verify.forked_ranks import LIMIT_SECONDS, run_ranks
 from threefold.engine.verify.sample_data import JobData, add_images, open_job_data
+from threefold.engine.verify.skewed_routing import skew_routers
 from threefold.layout.degrees import Layout
 from threefold.plan.plan import Knobs, Plan
 
@@ -81,7 +82,7 @@ def run_one_rank(
     one_rank_plan, plain = on_one_rank(plan, options)
     same_rows = plan if plan.shards_dynamically or reads_data else None
     # This rank is forked too: with a GPU in the machine, a process that has run a backward cannot fork ranks that do.
-    args = (one_rank_plan, steps, dtype, plain, None, same_rows, rates, reads_data)
+    args = (one_rank_plan, steps, dtype, plain, None, same_rows, rates, reads_data, plan.layout.dp)
     (one_rank,) = run_ranks(1, run_rank, *args, limit=limit)
     return one_rank
 
@@ -108,14 +109,17 @@ def run_rank(
     same_rows: Plan | None = None,
     rates: Sequence[float] = (),
     reads_data: bool = False,
+    num_sources: int | None = None,
 ) -> RankResults:
     """Train some steps as one rank of the plan's layout and return what it computed, in host memory.
 
     The rank computes on the device of its mesh, by default on the CPU. With `same_rows`, a plan of several ranks, it
-    computes the microbatches of all ranks of that plan.
+    computes the microbatches of all ranks of that plan. `num_sources` are the data-parallel ranks of the plan that one
+    rank stands for, where `job.load` differs between them.
     """
     mesh = mesh or Mesh(plan.layout, rank)
     parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
+    skewed = skew_routers(parts, plan, num_sources or plan.layout.dp)
     results = RankResults(frozen=set(parts.data.frozen))
     frozen = _frozen_weights(parts)
 
@@ -131,6 +135,8 @@ def run_rank(
         entered.enter_context(observe_collectives(count))
         for step in range(steps):
             batches = samples.batches(step)
+            if skewed is not None:
+                skewed.step = step
             degrees = [batch.cp_degree or 1 for batch in batches if not batch.is_empty]
             results.largest_cp = max([results.largest_cp, *degrees])
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts

@@ -78,6 +78,71 @@ def local_dispatch_needs_local_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.dispatcher", problem=problem, fixes=fixes)
 
 
+@rule(rows="LB-ECHO DI-A2A", target="threefold")
+def expert_copies_by_alltoall(plan: Plan) -> Iterator[Finding]:
+    """Rows go to copies of experts by the all-to-all dispatcher.
+
+    Why: it numbers the slots of owned and copied experts alike; the packages of the flex dispatchers know one owner of
+        each expert.
+    Confirm: knobs.expert_balance and knobs.dispatcher.
+    Fix: alltoall, or no copies.
+    """
+    knobs = plan.knobs
+    if knobs.expert_balance == "replicate" and knobs.dispatcher not in ("alltoall", "local") and _can_copy(plan):
+        problem = f"copies of experts with {knobs.dispatcher}"
+        fixes = [{"knobs.dispatcher": "alltoall"}, _NO_COPIES]
+        yield Finding(at="knobs.expert_balance", problem=problem, fixes=fixes)
+
+
+@rule(severity="warning", rows="LB-ECHO")
+def expert_copies_have_use(plan: Plan) -> Iterator[Finding]:
+    """Experts are copied where a router chooses them and other ranks have some.
+
+    Why: with EP 1 each rank has all experts, forced balance leaves nothing to balance, and a rank has no use for more
+        slots than there are experts elsewhere.
+    Confirm: knobs.expert_balance, knobs.expert_copies, layout.ep and job.routing.
+    Fix: delete what has no effect.
+    """
+    knobs, elsewhere = plan.knobs, plan.model.num_experts - plan.model.num_experts // plan.layout.ep
+    if knobs.expert_balance == "none":
+        unused = {
+            f"knobs.{name}": None for name in ("expert_copies", "expert_balance_every") if getattr(knobs, name) != 1
+        }
+        if unused:
+            problem = "slots and times of copies without expert_balance = replicate"
+            yield Finding(at=next(iter(unused)), problem=problem, fix=unused)
+    elif not _can_copy(plan):
+        why = (
+            "forced balance" if plan.job.routing == "forced-balance" and plan.layout.ep > 1 else f"EP {plan.layout.ep}"
+        )
+        yield Finding(at="knobs.expert_balance", problem=f"copies of experts have no effect with {why}", fix=_NO_COPIES)
+    elif knobs.expert_copies > elsewhere:
+        problem = f"{knobs.expert_copies} slots for copies, and {elsewhere} experts on other ranks"
+        yield Finding(at="knobs.expert_copies", problem=problem, fix={"knobs.expert_copies": elsewhere})
+
+
+_NO_COPIES: Changes = dict.fromkeys(("knobs.expert_balance", "knobs.expert_copies", "knobs.expert_balance_every"))
+
+
+def _can_copy(plan: Plan) -> bool:
+    return plan.model.is_moe and plan.layout.ep > 1 and plan.job.routing != "forced-balance"
+
+
+@rule(
+    rows="LB-ECHO", target="megatron-bridge", follows="Megatron-Core 0.19: no setting copies experts; a prototype does"
+)
+def megatron_copies_no_experts(plan: Plan) -> Iterator[Finding]:
+    """Copies of hot experts are our engine's.
+
+    Why: Megatron balances by losses and a bias. Its development branch has a prototype (Echo) without a setting of a
+        release.
+    Confirm: knobs.expert_balance.
+    Fix: none.
+    """
+    if plan.knobs.expert_balance == "replicate" and _can_copy(plan):
+        yield Finding(at="knobs.expert_balance", problem="Megatron copies no experts", fix=_NO_COPIES)
+
+
 @rule(severity="note", rows="DI-MAP DI-NOMAP DI-EVID DI-FAMILY DI-APPLY EO-D10")
 def dispatcher_candidates_left(plan: Plan) -> Iterator[Finding]:
     """Past EP 8 a matched A/B chooses the dispatcher: chip and EP only name candidates.

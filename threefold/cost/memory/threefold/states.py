@@ -10,7 +10,7 @@ from threefold.cost.memory.threefold.fsdp import expert_shards, fsdp_units
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes
 from threefold.cost.memory.threefold.partly_frozen.states import states_by_parameter, trained_expert_elements
 from threefold.cost.memory.threefold.peak_points import at_chunk_end
-from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction, host_slot_bytes
+from threefold.cost.memory.threefold.timelines.optimizer_step import device_fraction, host_slot_bytes, rank_parameters
 from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import StageContents, chunk_layers
@@ -31,14 +31,26 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
         quantized = _quantized_weights(plan, contents, experts)
         by_parameter = states_by_parameter(plan, contents)
         by_parameter["optimizer"] += host_slot_bytes(plan, contents)
-        return {**by_parameter, "quantized_weights": quantized}
+        return _with_copies(plan, contents, {**by_parameter, "quantized_weights": quantized})
     dense = _dense_params(plan, contents, megatron_dense)
     tables = num_vocab_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     on_device = device_fraction(plan, contents)
     unsharded = num_unsharded_tables(plan, contents) * plan.model.vocab / plan.layout.tp * plan.model.dim
     terms = _sharded_states(plan, dense, experts, _shared_table(plan, contents), tables, on_device, unsharded)
     terms["optimizer"] += host_slot_bytes(plan, contents)
-    return {**terms, "quantized_weights": _quantized_weights(plan, contents, experts)}
+    return _with_copies(plan, contents, {**terms, "quantized_weights": _quantized_weights(plan, contents, experts)})
+
+
+def _with_copies(plan: Plan, contents: StageContents, terms: Terms) -> Terms:
+    """The same with slots for copies of other ranks' experts: whole weights and sums of gradients, never sharded."""
+    share = plan.expert_slots * plan.layout.ep / max(1, plan.model.num_experts)
+    if share:
+        elements = share * sum(one.elements for one in rank_parameters(plan, contents) if one.is_expert)
+        weight_bytes = 4 if plan.knobs.precision == "fp32" else 2
+        grad_bytes = max(weight_bytes, FP32 if plan.knobs.precision == "fp16" else STATE_BYTES[plan.knobs.grad_dtype])
+        terms["weights"] += weight_bytes * elements
+        terms["gradients"] += grad_bytes * share * trained_expert_elements(plan, contents)
+    return terms
 
 
 def _sharded_states(
@@ -128,6 +140,7 @@ def _quantized_weights(plan: Plan, contents: StageContents, experts: float) -> f
         params += mixer_params(model, layer) + (ffn(model) if ffn else 0)
     if plan.knobs.fp8_output and contents.loss:
         params += model.vocab * model.dim
+    experts *= 1 + plan.expert_slots * plan.layout.ep / max(1, model.num_experts)
     return 2 * _QUANTIZED_WEIGHT_BYTES.get(plan.knobs.precision, 1.0) * (params / plan.layout.tp + experts)
 
 

@@ -21,6 +21,7 @@ from threefold.cost.traffic.threefold.calls import (
     microbatch_sizes,
 )
 from threefold.cost.traffic.threefold.context_parallel import context_parallel_calls
+from threefold.cost.traffic.threefold.expert_copies import expert_copy_calls
 from threefold.cost.traffic.threefold.expert_parallel import capacity_calls, expert_parallel_calls
 from threefold.cost.traffic.threefold.tensor_parallel import (
     balancing_loss_calls,
@@ -80,6 +81,7 @@ def _all_calls(plan: Plan, skew: float, count: int) -> Counter[Call]:
     add(Counter(_vision_calls(plan, sizes)), count * ranks_per_stage)
     add(Counter(_pipeline_calls(plan, sizes)), count * ranks_per_stage)
     add(Counter(_step_calls(plan)), layout.gpus)
+    add(expert_copy_calls(plan, sizes), 1)
     if plan.knobs.data_parallel == "zero1":
         add(zero1_calls(plan, sizes), 1)
     return found

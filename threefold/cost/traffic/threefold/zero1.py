@@ -30,11 +30,11 @@ def _bucket_calls(
 ) -> Iterator[Call]:
     elements = sum(-(-parameter.elements // _ALIGN) * _ALIGN for parameter in bucket)
     shard = -(-elements // (_ALIGN * size)) * _ALIGN
-    yield from reduce_scatter(group, size, shard * _grad_bytes(plan))
+    yield from reduce_scatter(group, size, shard * grad_bytes(plan))
     yield from all_gather(group, size, shard * sizes.element_bytes)
 
 
-def _grad_bytes(plan: Plan) -> int:
+def grad_bytes(plan: Plan) -> int:
     """Bytes of an element of a reduced gradient: never fewer than the weight's. bf16 and fp16 have only fp32 in
     common."""
     return 2 if plan.knobs.grad_dtype == "bf16" and plan.knobs.precision not in ("fp32", "fp16") else 4

@@ -7,7 +7,7 @@ ranks sent in the same way: each is a token with one copy. Example: two tokens o
 Shapes: T tokens, K experts of a token, R = T * K rows, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,10 @@ class SortedRows:
     def target_R(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
         """Where a GEMM stores each row of its result: at its token, if every token has one. Else rows are summed."""
         return self.token_R if self.row_TK.shape[1] == 1 else None
+
+    def of_first(self, num_experts: int) -> "SortedRows":
+        """The same order of rows that are all of the first so many experts."""
+        return replace(self, ends_E=self.ends_E[:num_experts], starts_F=self.starts_F[: num_experts + 1])
 
 
 def sort_rows(expert_TK: Tensor, num_experts: int, weight_TK: Tensor | None = None) -> SortedRows:

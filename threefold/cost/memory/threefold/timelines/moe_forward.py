@@ -85,7 +85,9 @@ class MoeRows:
         read and store them where they arrived."""
         layout = self.local.plan.layout
         num_blocks = layout.etp * (layout.ep if self.dispatcher == "alltoall" else 1)
-        return num_blocks > 1 and self.local.model.num_experts > layout.ep and not self.local.uses_fused_experts
+        has_slots = self.local.plan.expert_slots > 0  # rows of copies lie behind the others
+        is_uneven = num_blocks > 1 and self.local.model.num_experts > layout.ep
+        return has_slots or (is_uneven and not self.local.uses_fused_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,8 @@ def _compute(line: Timeline, rows: MoeRows, received: float, offloaded: float = 
     line.make(weights)
     _run_experts(line, rows, offloaded)
     line.free(weights)
+    if local.plan.expert_slots:  # results of owned experts and of copies are joined
+        line.replace(rows.gathered, rows.gathered)
     if rows.is_sorted:  # results in the order in which rows arrived
         line.replace(rows.gathered, rows.gathered)
     if etp > 1:
