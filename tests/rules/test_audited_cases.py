@@ -46,7 +46,7 @@ def fired(fields: dict[str, Any]) -> set[str]:
         ({**QWEN, **OVERLAP}, "tp-and-cp-need-one-connection", False),
         ({**QWEN, "knobs.max_connections": 32, "cluster.chip": "b200"}, "tp-and-cp-need-one-connection", False),
         ({**QWEN, "knobs.max_connections": 32, "layout.tp": 1}, "tp-and-cp-need-one-connection", False),
-        # A list by layer is judged by the layers: 16 key heads of the rule divide by four, two heads of attention do not.
+        # A list is judged by its layers: 16 key heads of the rule divide by four, two heads of attention do not.
         ({**NEXT, "knobs.cp_comm": ["a2a", "a2a", "a2a", "p2p"]}, "cp-a2a-divides-heads", False),
         ({**NEXT, "knobs.cp_comm": ["p2p", "p2p", "p2p", "a2a"]}, "cp-a2a-divides-heads", True),
         (

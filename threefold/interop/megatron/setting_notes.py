@@ -9,8 +9,8 @@ NOTES: dict[str, str] = {
     "ddp.bucket_size": "it counts parameters, not bytes; comm_overlap.bucket_size counts more",
     "comm_overlap.tp_comm_overlap": "with TP of 2 and more, sequence parallelism and Transformer Engine; else Bridge "
     "turns it off with one warning",
-    "dataset.enable_in_batch_packing": "packing is offline (text, microbatch 1), in the batch (images, microbatch above "
-    "1) or Energon's own (Qwen-VL, microbatch 1): one of them",
+    "dataset.enable_in_batch_packing": "packing is offline (text, microbatch 1), in the batch (images, microbatch "
+    "above 1) or Energon's own (Qwen-VL, microbatch 1): one of them",
     "comm_overlap.tp_comm_overlap_cfg": "a preset by chip, hidden size, TP, microbatch and length; without one "
     "Transformer Engine takes its own, with a warning",
     "comm_overlap.overlap_p2p_comm": "Bridge sets it: true with virtual stages, else false",
