@@ -374,7 +374,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # graphs
     "graph-needs-static-experts": (
         {"knobs.graphs": ["full_iteration"]},
-        {"knobs.graphs": ["full_iteration"], "job.capacity_factor": 1.5},
+        {"knobs.graphs": ["full_iteration"], "job.capacity_factor": 1.5, "job.capacity_scope": "rank"},
     ),
     "graph-of-experts-by-alltoall": (
         {"knobs.graphs": ["moe"], "job.capacity_factor": 1.0, "knobs.ep_overlap": False, "knobs.delay_wgrad": False},
@@ -520,7 +520,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # stacks
     "engine-has-capacity": (
         {"target": "threefold", "job.capacity_factor": 1.5, "job.capacity_scope": "rank"},
-        {"target": "threefold", "job.capacity_factor": 1.5},
+        {
+            "target": "threefold",
+            "job.capacity_factor": 1.5,
+            "job.capacity_scope": "rank",
+            "knobs.graphs": ["full_iteration"],
+        },
     ),
     "flex-dispatch-in-bf16": ({"knobs.precision": "fp16"}, {"knobs.precision": "bf16"}),
     "grad-accum-fusion-takes-effect": (

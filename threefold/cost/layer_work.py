@@ -32,6 +32,7 @@ class LayerCase:
     ep: int
     etp: int
     capacity: float  # rows at the experts over the balanced number
+    sent: float = 1.0  # rows that travel over the balanced number
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def layer_case(plan: Plan, layer: Layer, skew: float = 1.0) -> LayerCase:
         ep=layout.ep,
         etp=layout.etp,
         capacity=skew if capacity is None else float(capacity),
+        sent=plan.block_factor or 1.0,
     )
 
 
@@ -134,7 +136,7 @@ def layer_work(case: LayerCase) -> Work:
         quant_elements=quant,
         attention_elements=_attention_elements(model, layer) * tokens,
         expert_quant_elements=expert_quant,
-        dispatch_tokens=tokens if layer.ffn == "moe" else 0.0,
+        dispatch_tokens=tokens * case.sent if layer.ffn == "moe" else 0.0,
         sequence_bytes=BF16 * h * t,
     )
 

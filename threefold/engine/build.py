@@ -101,6 +101,7 @@ def options_of(plan: Plan) -> Options:
         z_loss=job.z_loss,
         mtp_loss=job.mtp_weight,
         capacity_factor=job.capacity_factor if job.capacity_scope == "expert" else None,
+        block_factor=plan.block_factor,
         forced_balance=job.routing == "forced-balance",
         shared_overlap=plan.knobs.shared_expert_overlap,
         expert_fusion=plan.knobs.expert_fusion,

@@ -42,6 +42,8 @@ class EngineContext:
     wgrad_queue: Any = None
     # graphs/recorder.py: whether the work that runs now is being recorded as a CUDA graph.
     recording_graph: bool = False
+    # graphs/full_iteration.py: blocks of a fixed size for the rows of an exchange; None: as many as there are.
+    static_rows: Any = None
     # graphs/model_graphs.py: makes the recorders of a dry run in place of those of a GPU; None: a GPU records.
     make_recorder: Callable[[], Any] | None = None
     # schedule/autograd_nodes.py: entered around the forward, backward and weight gradients of every node.

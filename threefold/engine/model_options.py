@@ -23,6 +23,7 @@ class Options:
     z_loss: float = 0.0  # weight of the loss that keeps router logits small
     mtp_loss: float = 0.3  # DeepSeek-V3 technical report, section 4.2: 0.3 for the first 10T tokens, then 0.1
     capacity_factor: float | None = None  # None drops no tokens
+    block_factor: float | None = None  # capacity of the blocks in which a graph's rows travel; drops no tokens either
     forced_balance: bool = False  # experts take turns whatever the router says, for benchmarks
     shared_overlap: bool = False  # shared experts run while rows are dispatched
     expert_backend: Literal["auto", "grouped", "loop"] = "auto"

@@ -346,6 +346,13 @@ class Plan(ShownAsTable):
         return self.model.is_moe and self.job.capacity_scope == "rank" and self.job.capacity_factor is not None
 
     @property
+    def block_factor(self) -> float | None:
+        """Room for rows in the blocks of a fixed size that the threefold engine's graph of a whole microbatch sends to
+        each rank, over the balanced number; None where exchanges are as large as their rows. Nothing is dropped."""
+        in_blocks = self.has_rank_capacity and self.target == "threefold" and "full_iteration" in self.knobs.graphs
+        return self.job.capacity_factor if in_blocks and self.layout.ep > 1 else None
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of one data-parallel rank in a step; 0 where the batch does not divide."""
         sequences = self.layout.dp * self.job.micro_batch

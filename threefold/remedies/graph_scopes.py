@@ -52,7 +52,13 @@ def _no_graph_of(plan: Plan) -> Iterator[tuple[str, str]]:
         yield WHOLE, f"with PP {layout.pp}: its stages exchange between forward and backward"
     if layout.ep * layout.etp > 1 and plan.model.is_moe:
         sized = f"with EP {layout.ep} x ETP {layout.etp}, whose exchanges are sized on the host"
-        yield from ((scope, sized) for scope in ("moe", WHOLE))
+        yield "moe", sized
+        if not plan.has_rank_capacity or layout.ep == 1:
+            yield WHOLE, f"{sized} without a capacity per rank"
+        elif dispatcher != "alltoall":
+            yield WHOLE, f"with {dispatcher}, whose buffers are sized on the host"
+        elif plan.low_precision:
+            yield WHOLE, f"with EP {layout.ep} in {precision}, whose scales would see rows of padding"
     if plan.low_precision and plan.model.is_moe and not runs_fused_experts(plan):
         alone = f"in {precision} without fused kernels: experts run one by one, with their sizes on the host"
         yield from ((scope, alone) for scope in ("moe", WHOLE))

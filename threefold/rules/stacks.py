@@ -121,18 +121,21 @@ def grad_accum_fusion_takes_effect(plan: Plan) -> Iterator[Finding]:
 def engine_has_capacity(plan: Plan) -> Iterator[Finding]:
     """The threefold engine drops by expert, in microbatches of one length.
 
-    Why: capacity per rank needs static buffers it has not; and where a microbatch is spread over TP x CP, which token
-        came first is known only at full length.
-    Confirm: job.capacity_scope, job.dynamic_length.
-    Fix: capacity per expert, full sequences.
+    Why: a capacity per rank is the room in the exchanges of a graph of the whole microbatch with EP, which needs fixed
+        sizes; what does not fit runs without the graph, and nothing is dropped. Elsewhere exchanges are as large as
+        their rows. Where a microbatch is spread over TP x CP, which token came first is known only at full length.
+    Confirm: job.capacity_scope with knobs.graphs and layout.ep; job.dynamic_length.
+    Fix: no capacity, which is what runs; full sequences.
     """
     job = plan.job
     if job.capacity_factor is None:
         return
     if job.capacity_scope == "rank":
-        problem = "the engine has no capacity per rank"
-        yield Finding(at="job.capacity_scope", problem=problem, fix={"job.capacity_scope": None})
-    if job.dynamic_length and plan.layout.tp * plan.layout.cp > 1:
+        if plan.block_factor is None:
+            problem = "a capacity per rank without a graph of full_iteration over EP has no effect: nothing is dropped"
+            fix = {"job.capacity_factor": None, "job.capacity_scope": None}
+            yield Finding(at="job.capacity_scope", problem=problem, fix=fix)
+    elif job.dynamic_length and plan.layout.tp * plan.layout.cp > 1:
         problem = "capacity with dynamic lengths over TP x CP"
         yield Finding(at="job.dynamic_length", problem=problem, fix={"job.dynamic_length": None})
 

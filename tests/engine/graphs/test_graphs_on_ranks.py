@@ -106,6 +106,41 @@ def test_a_whole_microbatch_is_replayed_on_several_ranks(layout: Case) -> None:
     compare(with_graphs(layout, FULL))
 
 
+def blocks(name: str, family: str, ranks: int, factor: float, **more: Any) -> Case:
+    job = {"capacity_factor": factor, "capacity_scope": "rank"} | more.pop("job", {})
+    return case(name, family, ranks, job=job, **more)
+
+
+DROPLESS = [
+    blocks("ep", "qwen3_moe", 2, 2.0, ep=2),
+    slow(blocks("ep tp cp", "deepseek_v3", 4, 4.0, ep=4, tp=2, cp=2, spec=MTP1)),
+    slow(blocks("ep with etp and biases", "gpt_oss", 4, 2.0, ep=2, etp=2)),
+    slow(blocks("ep edp, recompute", "qwen3_moe", 4, 2.0, ep=2, knobs={"recompute": ("moe", "layernorm")})),
+]
+
+
+@pytest.mark.parametrize("layout", DROPLESS, ids=lambda one: one.name)
+def test_a_whole_microbatch_with_ep_is_replayed_and_drops_nothing(layout: Case) -> None:
+    compare(with_graphs(layout, FULL))
+
+
+def test_rows_without_room_are_run_again_without_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capacity that half of the microbatches exceed: replays and fallbacks, and the gradients of one rank."""
+
+    def count(parts: Any, results: Any) -> None:
+        if dist.get_world_size() > 1:
+            stats = parts.runner.graph_stats
+            assert stats.replays["full_iteration"], stats.summary()
+            assert stats.fallbacks, stats.summary()
+        inner(parts, results)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(runners, "make_model_graphs", graphed_on_ranks)
+    inner = oracle._record_weights_and_states
+    monkeypatch.setattr(oracle, "_record_weights_and_states", count)
+    compare(with_graphs(blocks("ep", "qwen3_moe", 2, 1.05, ep=2, job={"global_batch": 16}), FULL))
+
+
 def test_weight_gradients_wait_for_the_schedule() -> None:
     """The queue of a schedule holds one entry for each weight, and computes nothing before it is finished."""
     plain, graphed = pair("qwen3_moe", ("attn",))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from threefold.engine.context import context
 from threefold.engine.dispatch.async_exchange import AsyncExchange, all_to_all_exchange, finish_exchange, start_exchange
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.fp8_rows import fp8_all_to_all_exchange, pack_fp8
@@ -17,6 +18,7 @@ from threefold.engine.dispatch.protocol import Dispatcher, ExpertSlots
 from threefold.engine.dispatch.received_rows import ReceivedRows
 from threefold.engine.dispatch.rows import RowMap, sort_by_expert, sort_with_drops
 from threefold.engine.dispatch.split_sizes import RowCounts
+from threefold.engine.dispatch.static_blocks import BlockCounts
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 
@@ -26,7 +28,7 @@ class AllToAllState:
     """The state of one microbatch's dispatch; the phases fill it in one after another."""
 
     rows: RowMap
-    counts: RowCounts
+    counts: RowCounts | BlockCounts
     received_rows: ReceivedRows | None = None  # set by `dispatch_postprocess`
     dispatch_exchange: AsyncExchange | None = None  # set by `token_dispatch`
     combine_exchange: AsyncExchange | None = None  # set by `token_combine`
@@ -62,6 +64,9 @@ class AllToAllDispatcher(Dispatcher[AllToAllState]):
         return (sort_by_expert if self.capacity is None else sort_with_drops)(expert_TK, num_experts)
 
     def make_state(self, rows: RowMap, count_E: Tensor) -> AllToAllState:
+        if context.static_rows is not None:
+            rows, count_E, block_rows = context.static_rows.place(rows, count_E, self.ep.size)
+            return AllToAllState(rows, BlockCounts(count_E, block_rows, self.ep, self.etp))
         num_own = None if self.slots is None else self.slots.num_own
         counts = RowCounts(count_E, rows.row_TK.numel(), self.count_group or self.ep, self.etp, num_own)
         if self.slots is not None:
@@ -88,7 +93,9 @@ class AllToAllDispatcher(Dispatcher[AllToAllState]):
     ) -> tuple[Tensor, Tensor, Tensor, SortedRows | None]:
         x_PD, weight_P = finish_exchange(state.dispatch_exchange, x_PD, weight_P)
         count_Be = state.counts.count_YXe.view(self.etp.size * self.ep.size, -1)
-        state.received_rows = received = ReceivedRows(self.etp, state.counts.split_sizes().etp_rows, count_Be)
+        block_rows = state.counts.block_rows if isinstance(state.counts, BlockCounts) else None
+        etp_rows = state.counts.split_sizes().etp_rows
+        state.received_rows = received = ReceivedRows(self.etp, etp_rows, count_Be, block_rows)
         return received.gather(x_PD), received.gather(weight_P), received.count_e, received.order
 
     def combine_preprocess(self, y_RD: Tensor, state: AllToAllState) -> Tensor:

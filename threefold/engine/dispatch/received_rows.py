@@ -21,13 +21,19 @@ class ReceivedRows:
     """The row order of one dispatch.
 
     `sizes` are the rows that each rank of etp has received. `count_Be` are the rows of each expert in each block, for
-    the blocks of all ranks of etp one behind the other.
+    the blocks of all ranks of etp one after another. Blocks of a fixed size, `block_rows`, end with padding, which is
+    sorted to the end.
     """
 
-    def __init__(self, etp: Group, sizes: list[int], count_Be: Tensor) -> None:
+    def __init__(self, etp: Group, sizes: list[int], count_Be: Tensor, block_rows: int | None = None) -> None:
         self._etp, self._sizes, self._num_received = etp, sizes, sizes[etp.rank]
         self.count_e = count_Be.sum(dim=0)
-        self.order = order_of_blocks(count_Be, sum(sizes)) if min(count_Be.shape) > 1 else None  # None: sorted already
+        self.order: SortedRows | None = None  # None: sorted already
+        if block_rows is not None:
+            padding_B = block_rows - count_Be.sum(dim=1)
+            self.order = order_of_blocks(torch.cat([count_Be, padding_B[:, None]], dim=1), sum(sizes), padded=True)
+        elif min(count_Be.shape) > 1:
+            self.order = order_of_blocks(count_Be, sum(sizes))
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows of all ranks of etp, as they arrived there."""
@@ -49,9 +55,9 @@ class ReceivedRows:
         return [self._num_received] * self._etp.size
 
 
-def order_of_blocks(count_Be: Tensor, num_rows: int) -> SortedRows:
+def order_of_blocks(count_Be: Tensor, num_rows: int, padded: bool = False) -> SortedRows:
     """How rows that lie block by block, each sorted by expert, are sorted by expert: those of an expert by block, then
-    as they lie. It needs no sort and no wait for the device.
+    as they lie. It needs no sort and no wait for the device. `padded`: the last column counts padding.
 
     Example: blocks with (2, 1) and (1, 1) rows of two experts lie as 0 0 1 0 1, and token_R is 0, 1, 3, 2, 4.
     """
@@ -59,7 +65,7 @@ def order_of_blocks(count_Be: Tensor, num_rows: int) -> SortedRows:
     row_R = torch.arange(num_rows, device=count_Be.device)
     token_R = _move(row_R, count_Be.mT, starts_Be.mT - starts_eB)
     back_R = _move(row_R, count_Be, starts_eB.mT - starts_Be)
-    ends_e = count_Be.sum(dim=0).cumsum(0).to(torch.int32)
+    ends_e = count_Be.sum(dim=0).cumsum(0).to(torch.int32)[: -1 if padded else None]
     return SortedRows(token_R, token_R, back_R[:, None], ends_e, F.pad(ends_e, (1, 0)))
 
 

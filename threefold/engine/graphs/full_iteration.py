@@ -6,6 +6,9 @@ ranks, or where gradients are summed in a wider dtype, one graph writes the grad
 handed to autograd, whose hooks accumulate and reduce them as ever. The collectives of the forward and the backward are
 inside the graph; the reduction of gradients is not.
 
+With EP, rows travel in blocks of a fixed size (`dispatch/static_blocks.py`). Where a block is too small on any rank,
+the graph's gradients are zeros, and every rank runs the microbatch again without the graph: no row is ever dropped.
+
 Shapes: B batch, S sequence.
 """
 
@@ -18,6 +21,10 @@ from torch import Tensor, nn
 from threefold.engine.autograd.grad_squares import GradSquares, request_grad_squares, requested_squares
 from threefold.engine.autograd.main_grad import main_grad_of
 from threefold.engine.batch import Batch
+from threefold.engine.context import override
+from threefold.engine.device import is_simulated
+from threefold.engine.dispatch.static_blocks import StaticRows
+from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.graphs.graph_slot import GraphSlot
 from threefold.engine.graphs.graphed_function import make_aliases, refresh_weights, use_aliases
 from threefold.engine.graphs.graphed_part import ChunkGraphs
@@ -28,6 +35,7 @@ from threefold.engine.sum_dtype import fp32_or_wider
 Aux = dict[str, Tensor]
 LabelShare = float | Tensor  # the fraction of the step's labels that a microbatch has
 _SCOPE = "full_iteration"
+_OVERFLOW = "overflow"  # in what a graph makes: rows of all ranks that found no room in their block
 
 
 class FullIterationGraph:
@@ -115,7 +123,14 @@ class FullIterationGraph:
         if self.reduces_grads:
             self._copy_grads_out()
         graph.replay()
-        self.graphs.graph_stats.replays[_SCOPE] += 1
+        graph_stats = self.graphs.graph_stats
+        # The host waits for the device here. What the graph added to gradients where rows found no room was zero. In a
+        # dry run the second microbatch finds none, so that the memory of both ways is seen.
+        simulates = is_simulated() and graph_stats.replays[_SCOPE] == 1 and not graph_stats.fallbacks
+        if _OVERFLOW in aux and (simulates if is_simulated() else aux[_OVERFLOW].item()):
+            graph_stats.count_fallback(_SCOPE, "more rows than job.capacity_factor has room for")
+            return None
+        graph_stats.replays[_SCOPE] += 1
         if self.reduces_grads:
             self._hand_to_autograd()
         else:
@@ -123,7 +138,7 @@ class FullIterationGraph:
                 p.grad = alias.grad
             if not accumulates:
                 self._note_squares()
-        return {name: value.clone() for name, value in aux.items()}
+        return {name: value.clone() for name, value in aux.items() if name != _OVERFLOW}
 
     def _forward_backward(self, accumulates: bool) -> Aux:
         if not accumulates:
@@ -132,16 +147,24 @@ class FullIterationGraph:
                 request_grad_squares(alias, requested_squares(p) is not None)
         of_step, self.model.depth_label_ratios = self.model.depth_label_ratios, self._label_ratios
         self.model.expected_loss_grad = self._label_share
-        with use_aliases([self.model], self._aliases):
-            out = self.model(self._tokens_BS, self._labels_BS)
-        self.model.depth_label_ratios = of_step
-        assert out.loss is not None
-        (out.loss * self._label_share).backward()
+        factor, aux = self.model.options.block_factor, {}
+        blocks = None if factor is None else StaticRows(factor, self._tokens_BS.new_zeros(()))
+        with override("static_rows", blocks):  # a recompute in the backward sends blocks, too
+            with use_aliases([self.model], self._aliases):
+                out = self.model(self._tokens_BS, self._labels_BS)
+            self.model.depth_label_ratios = of_step
+            assert out.loss is not None
+            share = self._label_share
+            if blocks is not None:
+                aux[_OVERFLOW] = blocks.overflow.clone()
+                all_reduce(aux[_OVERFLOW], self.model.all_ranks).wait()
+                share = share * (aux[_OVERFLOW] == 0)
+            (out.loss * share).backward()
         for p, alias in self._aliases.items():
             if not accumulates and (squares := requested_squares(alias)) is not None:
                 self._squares[p] = squares
             request_grad_squares(alias, False)
-        return out.aux
+        return out.aux | aux
 
     def _note_squares(self) -> None:
         """The graph has written gradients, and with them the sums of their squares."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.batch import Images
+from threefold.engine.dist.mesh import TRIVIAL_GROUP
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
 from threefold.engine.layers.embedding import TokenEmbedding
 from threefold.engine.layers.head_gemms import HeadPrecision
@@ -216,6 +217,7 @@ class Decoder(nn.Module):
         # gradients. The runner of a microbatch sets it; None where it is not known.
         self.expected_loss_grad: float | Tensor | None = None
         self.vocab_shard: VocabShard | None = None
+        self.all_ranks = TRIVIAL_GROUP  # that take part in the collectives of a microbatch
 
     def make_norm(self, dim: int) -> nn.Module:
         if self.spec.norm == "layer":

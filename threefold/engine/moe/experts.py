@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from threefold.engine.autograd.linear import grouped_gemm, linear
-from threefold.engine.context import count_event
+from threefold.engine.context import context, count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.dist.host_sizes import host_sizes
 from threefold.engine.kernels.elementwise.swiglu_torch import gated_activation
@@ -220,8 +220,9 @@ class _Weigh(torch.autograd.Function):
 
 def gather_bias_rows(bias_EX: Tensor, count_E: Tensor, num_rows: int) -> Tensor:
     """The bias of each row's expert. The number of rows is given, so that the host does not wait for the device."""
-    expert_E = torch.arange(len(count_E), device=count_E.device)
-    return _RowsOf.apply(bias_EX, expert_E.repeat_interleave(count_E, output_size=num_rows))
+    row_R = torch.arange(num_rows, device=count_E.device)
+    expert_R = torch.searchsorted(count_E.cumsum(0), row_R, right=True)
+    return _RowsOf.apply(bias_EX, expert_R, context.static_rows is not None)
 
 
 class _RowsOf(torch.autograd.Function):
@@ -231,15 +232,17 @@ class _RowsOf(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, bias_EX: Tensor, expert_R: Tensor) -> Tensor:
+    def forward(ctx: Any, bias_EX: Tensor, expert_R: Tensor, padded: bool) -> Tensor:
         ctx.save_for_backward(expert_R)
-        ctx.num_experts = len(bias_EX)
-        return bias_EX[expert_R]
+        ctx.num_experts, ctx.padded = len(bias_EX), padded
+        return bias_EX[expert_R.clamp(max=len(bias_EX) - 1) if padded else expert_R]
 
     @staticmethod
-    def backward(ctx: Any, grad_RX: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_RX: Tensor) -> tuple[Tensor, None, None]:
         (expert_R,) = ctx.saved_tensors
-        return sum_by_expert(grad_RX, expert_R, ctx.num_experts), None
+        if ctx.padded:  # a grouped GEMM leaves anything in rows of padding
+            grad_RX = grad_RX.masked_fill((expert_R == ctx.num_experts)[:, None], 0)
+        return sum_by_expert(grad_RX, expert_R, ctx.num_experts), None, None
 
 
 def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
@@ -254,9 +257,11 @@ def grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, cou
 
 def looped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, count_E: Tensor) -> Tensor:
     """The reference for any dtype and size: one GEMM for each expert. It reads the counts on the host."""
-    parts = x_RI.split(host_sizes(count_E, len(x_RI)))
+    sizes = host_sizes(count_E, len(x_RI))
+    *parts, padding_RI = x_RI.split([*sizes, len(x_RI) - sum(sizes)])
     biases = [None] * len(parts) if bias_EO is None else list(bias_EO)
-    return torch.cat([linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)])
+    each = [linear(x, w, b) for x, w, b in zip(parts, weight_EOI, biases, strict=True)]
+    return torch.cat([*each, padding_RI.new_zeros(len(padding_RI), weight_EOI.shape[1])])
 
 
 def can_use_grouped_mm(x_RD: Tensor, down_EDH: Tensor) -> bool:

@@ -14,6 +14,7 @@ from threefold.engine.dispatch.protocol import AnyDispatcher
 from threefold.engine.dispatch.select import make_dispatcher
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.dist.shard_placement import Placement, Range, even_range, shard_parameter
+from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.copies import CopiedExperts
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
@@ -24,6 +25,8 @@ from threefold.plan.plan import Plan
 def shard_experts(model: nn.Module, mesh: Mesh, plan: Plan) -> dict[str, Placement]:
     """Shard the experts of a model on the meta device; the placement of each of their parameters, by name."""
     placements = {}
+    if isinstance(model, Decoder) and model.options.block_factor is not None:
+        model.all_ranks = mesh.world
     dispatchers: dict[int, AnyDispatcher] = {}  # shared by layers, because the buffers of one can be gigabytes
     for path, layer in list(model.named_modules()):
         if isinstance(layer, MoeLayer):

@@ -20,11 +20,11 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
     Why: dropless routing gives each expert another number of tokens every time; a graph replays one size. For the whole
         iteration that is a fact of run time: Megatron's validation accepts it. Bridge 0.5 and later run it dropless
         by a paged stash: buffers of a capacity per rank, and an iteration that overflows is run once more without a
-        graph, so that nothing is dropped. Upstream's skills still keep whole iterations for drop-and-pad; its recipes
-        for GB200 and GB300 and the code do not. Where the threefold engine holds all experts on one rank, only their
-        sum matters, and that is fixed.
+        graph, so that nothing is dropped. The threefold engine does the same with blocks of a fixed size. Upstream's
+        skills still keep whole iterations for drop-and-pad; its recipes for GB200 and GB300 and the code do not. Where
+        the threefold engine holds all experts on one rank, only their sum matters, and that is fixed.
     Confirm: job.capacity_factor is absent (dropless).
-    Fix: the dropless scopes moe_router and moe_preprocess; a capacity factor; for Megatron a capacity per rank.
+    Fix: the dropless scopes moe_router and moe_preprocess; a capacity factor; a capacity per rank.
     """
     wide = [scope for scope in plan.knobs.graphs if scope in ("moe", "full_iteration")]
     if plan.target == "threefold" and plan.layout.ep * plan.layout.etp == 1:
@@ -34,10 +34,11 @@ def graph_needs_static_experts(plan: Plan) -> Iterator[Finding]:
             at="knobs.graphs",
             problem=f"{', '.join(wide)} with dropless experts",
             fixes=narrower(plan, without(plan.knobs.graphs, *wide)),
-            advice=f"or set job.capacity_factor{_PAGED if plan.target == 'megatron-bridge' else ''}",
+            advice=f"or set job.capacity_factor{_PAGED if plan.target == 'megatron-bridge' else _IN_BLOCKS}",
         )
 
 
+_IN_BLOCKS = "=1.5 job.capacity_scope=rank, which drops nothing: what exceeds it runs without the graph"
 # Factors of Bridge's recipes are 1.2 to 1.5 (0.6.2, perf_recipes/qwen).
 _PAGED = (
     "; dropless by a paged stash: job.capacity_factor=1.5 job.capacity_scope=rank knobs.dispatcher=hybridep "

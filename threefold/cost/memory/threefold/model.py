@@ -6,6 +6,7 @@ time.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
 from threefold.cost.memory.threefold.activations import layer_activations
@@ -57,7 +58,12 @@ class ThreefoldMemory:
                 yield _overlap_peak(finder, stage, contents, held)
             else:
                 peak = _sequential_peak(finder, stage, contents, held)
-                yield _whole_graph(finder, contents, held, peak) if WHOLE in plan.knobs.graphs and held else peak
+                if WHOLE not in plan.knobs.graphs or not held:
+                    yield peak
+                elif plan.block_factor is None:
+                    yield _whole_graph(finder, contents, held, peak)
+                else:
+                    yield _graph_of_blocks(plan, stage, contents, offloaded, peak)
 
 
 def _sequential_peak(finder: PeakFinder, stage: int, contents: StageContents, graph_bytes: float) -> StagePeak:
@@ -84,6 +90,21 @@ def _whole_graph(finder: PeakFinder, contents: StageContents, graph_bytes: float
     terms["gradients"] -= gradients_in_graphs(plan, contents)
     terms["workspace"] = LIBRARY_BYTES + optimizer_transients(finder.local, contents)
     return StagePeak(terms, "the optimizer's step")
+
+
+def _graph_of_blocks(
+    plan: Plan, stage: int, contents: StageContents, offloaded: dict[Layer, OffloadedActivations], eager: StagePeak
+) -> StagePeak:
+    """The same where the graph holds rows in blocks of a fixed size: a microbatch whose rows exceed them is run again
+    as `eager`, next to the graph's memory."""
+    assert plan.block_factor is not None
+    local = LocalSizes(plan, plan.block_factor)
+    saved = {layer: _device_activations(local, layer, each) for layer, each in offloaded.items()}
+    finder, pool = PeakFinder(plan, saved, offloaded, local.skew, True), graph_pools(plan, stage, contents, saved)
+    in_graph = _sequential_peak(finder, stage, contents, pool.num_bytes)
+    whole = _whole_graph(finder, contents, pool.num_bytes, in_graph)
+    again = replace(eager, terms=eager.terms | {"graphs": whole.terms["graphs"]})
+    return max(whole, again, key=lambda peak: sum(peak.terms.values()))
 
 
 def _device_activations(local: LocalSizes, layer: Layer, offloaded: OffloadedActivations) -> Terms:

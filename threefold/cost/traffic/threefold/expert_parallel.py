@@ -4,6 +4,7 @@ Routing is balanced as `job.routing = "forced-balance"` does it, so that the row
 `skew` multiplies the rows that arrive.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,9 +19,14 @@ def expert_parallel_calls(plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes, skew
     found: Counter[Call] = Counter()
     layout = plan.layout
     rows = sizes.tokens * moe.top_k
-    for (kept, received, in_slices), num_ranks in row_counts(rows, moe.num_experts, layout.ep, layout.etp).items():
+    counts = row_counts(rows, moe.num_experts, layout.ep, layout.etp)
+    if plan.block_factor is not None:  # every rank sends and receives full blocks
+        block = min(rows, math.ceil(rows / layout.ep * plan.block_factor))
+        rows, skew = block * layout.ep, 1.0
+        counts = Counter({(block, rows, rows * layout.etp): layout.ep * layout.etp})
+    for (kept, received, in_slices), num_ranks in counts.items():
         calls = [
-            *_ep_exchange(plan, moe, sizes, kept, received, skew),
+            *_ep_exchange(plan, moe, sizes, rows - kept, round((received - kept) * skew)),
             *_etp_exchange(plan, moe, sizes, received, in_slices, skew),
         ]
         for call, number in Counter(calls).items():
@@ -37,16 +43,13 @@ def capacity_calls(plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes) -> Iterator
             yield from all_gather("cp x tp", size, sizes.tokens * moe.top_k * element_bytes)
 
 
-def _ep_exchange(
-    plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes, kept: int, received: int, skew: float
-) -> Iterator[Call]:
-    """Dispatch and combine of a rank of which `kept` rows stay and to which `received` rows come."""
+def _ep_exchange(plan: Plan, moe: MoeSpec, sizes: MicrobatchSizes, out: int, back: int) -> Iterator[Call]:
+    """Dispatch and combine of a rank of which `out` rows leave and to which `back` rows come."""
     ep = plan.layout.ep
     if ep == 1:
         return
     yield from all_to_all("ep", ep, moe.num_experts * INT64)
     row = plan.model.dim * sizes.element_bytes
-    out, back = sizes.tokens * moe.top_k - kept, round((received - kept) * skew)
     # FP8 dispatch sends one byte per number, and one for the scale of each 128.
     dispatched = plan.model.dim + plan.model.dim // 128 if plan.knobs.fp8_dispatch else row
     weight = sizes.sum_bytes
