@@ -57,6 +57,8 @@ def _no_graph_of(plan: Plan) -> Iterator[tuple[str, str]]:
             yield WHOLE, f"{sized} without a capacity per rank"
         elif dispatcher != "alltoall":
             yield WHOLE, f"with {dispatcher}, whose buffers are sized on the host"
+        elif plan.knobs.expert_balance != "none":
+            yield WHOLE, "with copies of experts, whose rows are counted on the host"
         elif plan.low_precision:
             yield WHOLE, f"with EP {layout.ep} in {precision}, whose scales would see rows of padding"
     if plan.low_precision and plan.model.is_moe and not runs_fused_experts(plan):
