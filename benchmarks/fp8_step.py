@@ -32,8 +32,8 @@ from threefold.engine.build import Parts, build, options_of, parts_alone
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.layers.positions import Positions
+from threefold.engine.models.block import run_layers
 from threefold.engine.models.build import build_model
-from threefold.engine.models.decoder import run_layers
 from threefold.engine.optim.adamw import AdamW
 from threefold.engine.precision.weight_cache import mark_weights_changed
 from threefold.engine.step import train_step

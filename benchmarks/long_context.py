@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from step import TINY, Step, facts_of, free, ours, peak_gib, peer, timed
 
-from threefold.engine.models.decoder import Block
+from threefold.engine.models.block import Block
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 from threefold.spec.model import ModelSpec

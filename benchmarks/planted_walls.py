@@ -30,7 +30,7 @@ STEPS = 12
 # Runs `threefold` with a host that sleeps in every layer's forward.
 STALLED = """
 import sys, time
-from threefold.engine.models.decoder import Block
+from threefold.engine.models.block import Block
 mix = Block.mix
 Block.mix = lambda self, *inputs: (time.sleep({seconds}), mix(self, *inputs))[1]
 from threefold.cli.main import main

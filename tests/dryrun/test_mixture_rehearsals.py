@@ -23,6 +23,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "solar-open-100b": {"layout.tp": 4, "layout.ep": 16},
     "hy3-preview": {"layout.tp": 4, "layout.ep": 16, "model.num_layers": 3},
     "glm-4.7-flash": {"layout.ep": 8, "model.num_layers": 3},
+    "deepseek-v4-flash": {"layout.ep": 16, "layout.pp": 2, "model.num_layers": 6, "job.mtp": 0},
     "gemma-4-26b-a4b": {"layout.ep": 16, "layout.pp": 2, "model.num_layers": 12},
 }
 OFTEN = ("olmoe-1b-7b", "minimax-m2", "granite-3.1-3b-a800m", "phi-3.5-moe", "gemma-4-26b-a4b")

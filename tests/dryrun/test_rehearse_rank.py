@@ -19,7 +19,7 @@ from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.engine.build import build as build_parts
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.models.decoder import Block
+from threefold.engine.models.block import Block
 from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.findings import FindingsError
 from threefold.plan.plan import Plan

@@ -113,6 +113,7 @@ CASES = {
     "cp mamba states": plan_of("nemotron_h", 4, cp=2, tp=2, ep=2),
     "cp mamba groups": plan_of("nemotron_h", 2, {"num_key_value_heads": 4}, cp=2, knobs_cp_comm="a2a"),
     "tp sparse latents": plan_of("deepseek_v32", 2, tp=2),
+    "tp pp, streams": plan_of("deepseek_v4", 4, tp=2, pp=2),
     # Latents that travel in place of keys and values; without a rank of queries their hidden states do.
     "latents p2p": plan_of("deepseek_v3", 2, ODD, cp=2, knobs_cp_exchange="latents", knobs_precision="bf16"),
     "latents all_gather": plan_of(

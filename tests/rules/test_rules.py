@@ -92,6 +92,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "glm-5.2", "target": "threefold", "layout.cp": 2},
         {"model": "glm-5.2", "target": "threefold"},
     ),
+    "ep-overlap-excludes-streams": (
+        {"model": "deepseek-v4-flash", "target": "threefold", "job.mtp": 0},
+        {"model": "deepseek-v4-flash", "target": "threefold", "job.mtp": 0, "knobs.ep_overlap": False},
+    ),
     "cp-inner-divides-cp": (
         {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p", "knobs.cp_inner": 3},
         {"layout.cp": 8, "job.seq_len": 32768, "knobs.cp_comm": "a2a+p2p", "knobs.cp_inner": 4},

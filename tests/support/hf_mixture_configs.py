@@ -3,6 +3,19 @@
 from typing import Any
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "hidden_size": 4096,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "n_routed_experts": 256,
+        "vocab_size": 129280,
+        "compress_ratios": [0, 0, 4, 128, 4],
+        "num_hash_layers": 3,
+        "qk_rope_head_dim": 64,
+        "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+    },
     "dots1": {
         "hidden_size": 4096,
         "intermediate_size": 10944,
@@ -180,6 +193,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 # As `TOTALS` of hf_configs; without ERNIE's balancing biases, which transformers holds as parameters that do not train.
 TOTALS = {
+    "deepseek_v4": 33_983_758_163,
     "exaone_moe": 17_291_336_704,
     "glm4_moe_lite": 1_989_691_136,
     "hy_v3": 8_667_034_368,

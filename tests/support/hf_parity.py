@@ -26,9 +26,16 @@ def peer(family: str, odd: bool = False, **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if not name.endswith(("inv_freq", "embed_scale")):  # what the code computes, and no checkpoint has
+            if not tensor.is_floating_point():
+                draw_experts(tensor, config.n_routed_experts)
+            elif not name.endswith(("inv_freq", "embed_scale")):  # what the code computes, and no checkpoint has
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     return model.eval()
+
+
+def draw_experts(table: torch.Tensor, num_experts: int) -> None:
+    """Fill the table of the experts of each token id with different ones."""
+    table.copy_(torch.rand(len(table), num_experts).argsort()[:, : table.shape[1]])
 
 
 def ours(model: Any, folder: Path) -> Decoder:

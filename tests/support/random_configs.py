@@ -84,7 +84,37 @@ def _mixture(rng: random.Random, family: str) -> dict[str, Any]:
     config |= {name: rng.randint(3, 24) for name in wide if name in config}
     config |= {"vocab_size": rng.randint(20, 70), "rms_norm_eps": rng.choice((1e-5, 1e-6, 1e-3))}
     config["num_key_value_heads"] = 4 if "kv_lora_rank" in config else rng.choice((1, 2, 4))
-    return config
+    return config | _compressed(rng) if family == "deepseek_v4" else config
+
+
+def _compressed(rng: random.Random) -> dict[str, Any]:
+    """Attention over entries, residual streams and hashed experts of DeepSeek-V4, with sizes of its own."""
+    groups, layers = rng.choice((1, 2, 3)), rng.randint(1, 4)
+    kinds = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+    hashed = rng.randint(0, layers)
+    rates = {"compressed_sparse_attention": rng.randint(1, 6), "heavily_compressed_attention": rng.randint(1, 15)}
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": groups * rng.randint(1, 3),
+        "head_dim": rng.choice((4, 8, 10, 16)),
+        "partial_rotary_factor": rng.choice((0.5, 0.5, 1.0)),
+        "layer_types": [rng.choice(kinds) for _ in range(layers)],
+        "compress_rates": rates,
+        "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (layers - hashed),
+        "q_lora_rank": rng.randint(2, 14),
+        "o_groups": groups,
+        "o_lora_rank": rng.randint(1, 9),
+        "index_n_heads": rng.choice((9, 16)),
+        "index_head_dim": rng.choice((8, 16)),
+        "index_topk": rng.randint(1, 8),
+        "sliding_window": rng.randint(1, 15),
+        "hc_mult": rng.randint(1, 5),
+        "hc_sinkhorn_iters": rng.randint(1, 20),
+        "hc_eps": rng.choice((1e-6, 1e-3)),
+        "swiglu_limit": rng.choice((0.1, 0.5, 10.0)),
+        "scoring_func": rng.choice(("sqrtsoftplus", "sqrtsoftplus", "sigmoid")),
+        "compress_rope_theta": rng.choice((100.0, 160000.0)),
+    }
 
 
 def _hybrid(rng: random.Random, family: str) -> dict[str, Any]:

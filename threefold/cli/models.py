@@ -15,7 +15,7 @@ from threefold.safe_files import read_json
 from threefold.spec.derived import SHAPE_FILE, keep_shape, kept_shape
 from threefold.spec.families import BY_TYPE
 from threefold.spec.hf import model_from_config
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import CompressedSpec, MlaSpec, ModelSpec
 from threefold.spec.models import MODELS
 from threefold.spec.params import count_params
 from threefold.units import format_count
@@ -94,6 +94,8 @@ def _row(model: ModelSpec) -> list[str]:
 
 
 def _attention_kind(model: ModelSpec) -> str:
+    if isinstance(model.attention, CompressedSpec):
+        return " (compressed)"
     if not isinstance(model.attention, MlaSpec):
         return ""
     return " (latent)" if model.attention.indexer is None else " (latent, indexer)"

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from threefold.plan.plan import Plan
 from threefold.spec.flops import layer_flops
-from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec
+from threefold.spec.model import CompressedSpec, GqaSpec, Layer, MlaSpec, ModelSpec
 
 BF16 = 2
 # Scores of a query and head; passes over them stand for what attention with sinks lost in published 16-bit runs at 4K.
@@ -144,13 +144,14 @@ def layer_work(case: LayerCase) -> Work:
 def _norm_bytes(model: ModelSpec, layer: Layer) -> float:
     """Bytes per token of norm and residual connection around the mixer and the feed-forward part: read, write, add."""
     parts = (layer.mixer != "none") + (layer.ffn != "none")
-    return parts * BF16 * model.dim * 5
+    streams = 6 * model.stream_dim if model.streams else 0  # for weights, to read and to write; each there and back
+    return parts * BF16 * (model.dim * 5 + streams)
 
 
 def _mixer_bytes(model: ModelSpec, layer: Layer) -> float:
     """Bytes per token of rotary embedding and head norms, each of which reads and writes queries and keys."""
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
-    if layer.mixer not in ("attention", "window") or spec is None:
+    spec = model.attention_of(layer)
+    if spec is None:
         return 0.0
     if isinstance(spec, MlaSpec):
         return BF16 * 2 * (2 * spec.num_heads * spec.qk_dim + spec.num_heads * spec.v_dim)
@@ -160,13 +161,15 @@ def _mixer_bytes(model: ModelSpec, layer: Layer) -> float:
 
 def _mixer_elements(model: ModelSpec, layer: Layer) -> float:
     """Elements per token that enter the mixer's GEMMs and are quantized for them."""
-    h, spec = model.dim, model.attention
+    h, spec = model.dim, model.attention_of(layer)
     if layer.mixer == "mamba" and model.mamba:
         return h + model.mamba.inner_dim
     if layer.mixer == "delta" and model.delta:
         return h + model.delta.values
-    if layer.mixer == "none" or spec is None:
+    if spec is None:
         return 0.0
+    if isinstance(spec, CompressedSpec):
+        return h + spec.q_rank + spec.out_groups * spec.out_rank
     if isinstance(spec, MlaSpec):
         return h + (spec.q_rank or 0) + spec.kv_rank + spec.num_heads * spec.v_dim
     assert isinstance(spec, GqaSpec)
@@ -176,8 +179,8 @@ def _mixer_elements(model: ModelSpec, layer: Layer) -> float:
 def _attention_elements(model: ModelSpec, layer: Layer) -> float:
     """Elements per token that FP8 attention quantizes, as a third of a step's: queries, keys and values in the forward,
     gradients of the output in the backward."""
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
-    if layer.mixer not in ("attention", "window") or spec is None:
+    spec = model.attention_of(layer)
+    if spec is None:
         return 0.0
     if isinstance(spec, MlaSpec):
         return 2 * spec.num_heads * (spec.qk_dim + spec.v_dim) / 3
@@ -190,8 +193,8 @@ def _sink_bytes(model: ModelSpec, layer: Layer, seq_len: int) -> float:
     No stack writes scores out at length, where they would not fit, so the loss grows with the tokens and not with their
     square.
     """
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
-    if layer.mixer not in ("attention", "window") or not isinstance(spec, GqaSpec) or not spec.sinks:
+    spec = model.attention_of(layer)
+    if not isinstance(spec, GqaSpec) or not spec.sinks:
         return 0.0
     return BF16 * spec.num_heads * min(seq_len, SINK_SCORES)
 

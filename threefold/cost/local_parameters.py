@@ -16,7 +16,7 @@ from threefold.cost.vision.parameters import vision_parameters
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import Chunk, balance, chunk_rank
 from threefold.plan.plan import Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec
+from threefold.spec.model import CompressedSpec, DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec
 from threefold.spec.parameter_names import is_frozen, part_of
 
 # How a parameter is sharded: not at all, over tp, over tp by rows of the vocabulary, over the expert grid, over ep
@@ -218,7 +218,7 @@ def _local_parameter(
 
 
 # The linears of a mixer that get LoRA adapters; those whose columns tensor parallelism shards.
-_ADAPTED = ("q", "k", "v", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "out")
+_ADAPTED = ("q", "k", "v", "kv", "q_down", "q_up", "kv_down", "kv_up", "qkvz", "out")
 _SHARDED_BY_COLUMNS = ("out", "down")
 
 
@@ -275,6 +275,8 @@ def _chunk(model: ModelSpec, chunks: tuple[Chunk, ...], num_depths: int, number:
         yield from _layer(model, model.layers[layer], f"layers.{layer}")
     if number == first_end:
         yield from _norm(model, "norm")
+        if model.streams is not None:
+            yield from _streams(model, "norm.streams", model.streams.count, 1)
     if chunk.loss and not model.tied:
         yield "head.weight", (model.vocab, model.dim), _VOCAB
         if model.head_bias:
@@ -312,10 +314,18 @@ def _layer(model: ModelSpec, layer: Layer, path: str) -> Parameters:
     ffn = _mlp(model, model.dense_dim) if layer.ffn == "dense" else _moe(model, model.moe, model.dim)
     for name, shape, sharding in ffn:
         yield f"{path}.ffn.{name}", shape, sharding
+    if model.streams is not None:
+        for part in ("mixer_streams", "ffn_streams"):
+            yield from _streams(model, f"{path}.{part}", model.streams.num_weights, 3)
+
+
+def _streams(model: ModelSpec, path: str, count: int, kinds: int) -> Parameters:
+    for name, shape in (("weight", (count, model.stream_dim)), ("bias", (count,)), ("kind_scale", (kinds,))):
+        yield f"{path}.{name}", shape, _REPLICATED
 
 
 def _mixer(model: ModelSpec, layer: Layer) -> Parameters:
-    spec = model.local_attention if layer.mixer == "window" else model.attention
+    spec = model.attention_of(layer)
     if layer.mixer == "none":
         return
     if layer.mixer == "mamba" and model.mamba:
@@ -324,6 +334,8 @@ def _mixer(model: ModelSpec, layer: Layer) -> Parameters:
         yield from _delta(model.delta, model.dim)
     elif isinstance(spec, MlaSpec):
         yield from _mla(spec, model.dim)
+    elif isinstance(spec, CompressedSpec):
+        yield from _compressed(spec, model.dim)
     elif isinstance(spec, GqaSpec):
         yield from _gqa(spec, model.dim)
 
@@ -353,6 +365,32 @@ def _gqa(spec: GqaSpec, dim: int) -> Parameters:
         yield "k_norm.weight", (spec.head_dim,), _REPLICATED
     if spec.out_norm:
         yield "out_norm.weight", (dim,), _REPLICATED
+
+
+def _compressed(spec: CompressedSpec, dim: int) -> Parameters:
+    yield "group_down", (spec.out_groups, spec.out_rank, spec.q_dim // spec.out_groups), _TP
+    yield "sinks", (spec.num_heads,), _TP
+    yield "q_down.weight", (spec.q_rank, dim), _REPLICATED
+    yield "q_norm.weight", (spec.q_rank,), _REPLICATED
+    yield "q_up.weight", (spec.q_dim, spec.q_rank), _TP
+    yield "kv.weight", (spec.head_dim, dim), _REPLICATED
+    yield "kv_norm.weight", (spec.head_dim,), _REPLICATED
+    yield "out.weight", (dim, spec.out_groups * spec.out_rank), _TP
+    if spec.rate:
+        yield from _pooling(spec, spec.head_dim, dim, "pooling")
+    if spec.indexer is not None:
+        index = spec.indexer
+        yield from _pooling(spec, index.head_dim, dim, "indexer.pooling")
+        yield "indexer.q.weight", (index.num_heads * index.head_dim, spec.q_rank), _REPLICATED
+        yield "indexer.weight.weight", (index.num_heads, dim), _REPLICATED
+
+
+def _pooling(spec: CompressedSpec, head_dim: int, dim: int, path: str) -> Parameters:
+    columns = head_dim * (2 if spec.overlaps else 1)
+    yield f"{path}.position_bias", (spec.rate, columns), _REPLICATED
+    yield f"{path}.kv.weight", (columns, dim), _REPLICATED
+    yield f"{path}.gate.weight", (columns, dim), _REPLICATED
+    yield f"{path}.norm.weight", (head_dim,), _REPLICATED
 
 
 def _mla(spec: MlaSpec, dim: int) -> Parameters:

@@ -93,7 +93,7 @@ def _from_first_gradient(plan: Plan, chunk: Chunk, layers: tuple[Layer, ...]) ->
 
 def _placed(layer: Layer, **marks: str | bool) -> PlacedLayer:
     """The layer with more marks."""
-    placed = layer if isinstance(layer, PlacedLayer) else PlacedLayer(layer.mixer, layer.ffn)
+    placed = layer if isinstance(layer, PlacedLayer) else PlacedLayer(layer.mixer, layer.ffn, layer.hashed)
     return replace(placed, **marks)  # type: ignore[arg-type]
 
 
@@ -118,9 +118,9 @@ def _placed_layers(plan: Plan, chunk: Chunk, layers: tuple[Layer, ...]) -> tuple
         index = chunk.layers[number] if number < len(chunk.layers) else -1
         cp_comm = knobs.cp_comm[index] if by_layer else None
         if number >= recomputed:
-            layer = NotRecomputedLayer(layer.mixer, layer.ffn, cp_comm, number < offloaded)
+            layer = NotRecomputedLayer(layer.mixer, layer.ffn, layer.hashed, cp_comm, number < offloaded)
         elif cp_comm or number < offloaded:
-            layer = PlacedLayer(layer.mixer, layer.ffn, cp_comm, number < offloaded)
+            layer = PlacedLayer(layer.mixer, layer.ffn, layer.hashed, cp_comm, number < offloaded)
         placed.append(layer)
     return tuple(placed)
 

@@ -17,7 +17,7 @@ from threefold.cost.local_parameters import (
     training_of,
 )
 from threefold.plan.plan import Plan
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import CompressedSpec, MlaSpec, ModelSpec
 from threefold.spec.parameter_names import PARTS
 
 _ALL_GEMMS = (3.0, 1.0)  # forward, gradient of the input, gradient of the weight; how many are the last
@@ -59,7 +59,7 @@ def is_frozen_by_name(plan: Plan) -> bool:
 def _has_frozen_indexers(plan: Plan) -> bool:
     """Whether the model has indexers, which our own engine never trains."""
     spec = plan.model.attention
-    return plan.target == "threefold" and isinstance(spec, MlaSpec) and spec.indexer is not None
+    return plan.target == "threefold" and isinstance(spec, MlaSpec | CompressedSpec) and spec.indexer is not None
 
 
 def gemms_per_weight(plan: Plan, kind: str = "dense") -> tuple[float, float]:

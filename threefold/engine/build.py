@@ -22,8 +22,9 @@ from threefold.engine.dist.mesh import Mesh
 from threefold.engine.kernels.experts.kernel_choice import require_kernels
 from threefold.engine.lora import lora_settings
 from threefold.engine.model_options import Options
+from threefold.engine.models.block import Block
 from threefold.engine.models.build import build_model
-from threefold.engine.models.decoder import Block, Decoder
+from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.copies import ExpertCopies
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from threefold.engine.build import Parts
 from threefold.engine.context import Method, wrapped_method
-from threefold.engine.models.decoder import Block
+from threefold.engine.models.block import Block
 from threefold.engine.moe.layer import MoeLayer
 from threefold.findings import Finding, FindingsError
 

@@ -10,7 +10,17 @@ from dataclasses import replace
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import Chunk, format_stages
 from threefold.plan.plan import Knobs, Plan
-from threefold.spec.model import DeltaSpec, GqaSpec, MambaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec, VisionTokens
+from threefold.spec.model import (
+    CompressedSpec,
+    DeltaSpec,
+    GqaSpec,
+    MambaSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    VisionSpec,
+    VisionTokens,
+)
 
 MAX_RANKS = 16
 MAX_REHEARSED_RANKS = 32
@@ -204,6 +214,7 @@ def _model(old: ModelSpec, layers: int, shares: int, layout: Layout) -> ModelSpe
         vocab=_VOCAB,
         attention=_attention(old.attention, shares),
         local_attention=_gqa(old.local_attention, shares) if old.local_attention else None,
+        pooled_attention=_gqa(old.pooled_attention, shares) if old.pooled_attention else None,
         delta=_delta(old.delta, shares) if old.delta else None,
         mamba=_mamba(old.mamba, shares) if old.mamba else None,
         moe=_moe(old.moe, layout) if old.moe else None,
@@ -230,6 +241,8 @@ def _attention(old: GqaSpec | MlaSpec | None, shares: int) -> GqaSpec | MlaSpec 
 
 def _gqa(old: GqaSpec, shares: int) -> GqaSpec:
     """Queries share keys as they did, as far as every rank still has a whole head of each."""
+    if isinstance(old, CompressedSpec):
+        return _compressed(old, max(2, shares))
     grouped = 2 if old.num_heads > old.num_kv_heads else 1
     heads = grouped * max(2, shares)
     window = None if old.window is None else 5
@@ -242,6 +255,13 @@ def _gqa(old: GqaSpec, shares: int) -> GqaSpec:
         window=window,
         rope_sections=sections,
     )
+
+
+def _compressed(old: CompressedSpec, groups: int) -> CompressedSpec:
+    """Groups of two heads, and entries of which a short sequence has some."""
+    indexer = old.indexer and replace(old.indexer, num_heads=8, head_dim=2 * _WIDTH, top_k=3)
+    heads = replace(old, num_heads=2 * groups, head_dim=2 * _WIDTH, rope_fraction=0.5, window=5)
+    return replace(heads, q_rank=6, out_groups=groups, out_rank=3, rate=min(old.rate, 6), indexer=indexer)
 
 
 def _vision(old: VisionSpec, layers: int) -> VisionSpec:
@@ -282,6 +302,7 @@ def _moe(old: MoeSpec, layout: Layout) -> MoeSpec:
         top_k=min(2, old.top_k),
         expert_dim=width,
         shared_dim=None if old.shared_dim is None else 2 * width,
+        hash_layers=min(1, old.hash_layers),
         num_groups=groups,
         top_groups=1 if groups > 1 else old.top_groups,
     )

@@ -30,6 +30,8 @@ def wider_graphs(plan: Plan) -> list[tuple[str, ...]]:
 def excludes_graphs(plan: Plan) -> Iterator[str]:
     if plan.knobs.data_parallel != "zero1":
         yield f"{plan.knobs.data_parallel}, which gathers weights to new addresses"
+    if plan.model.streams is not None:
+        yield f"the {plan.model.streams.count} residual streams of {plan.model.name}"
 
 
 def absent_scopes(plan: Plan) -> dict[str, str]:

@@ -173,6 +173,9 @@ class WeightNames:
     input_dim_first: Literal["", "published", "interleaved"] = ""  # stacked experts (also) have it first (Qwen3-VL);
     # interleaved: and columns of gate and up alternate, or there is MXFP4 (GPT-OSS)
     published_with_pictures: bool = False  # the text model is also read from a checkpoint with an image encoder
+    # Checkpoints have other names than transformers in memory: patterns and what stands for them, a list for each kind
+    # of checkpoint, of which the first is written.
+    stored_as: tuple[tuple[tuple[str, str], ...], ...] = ()
     mtp: Literal["behind", "one", "layers"] = "behind"  # MTP depths: layers behind the last, one under `mtp.`, or a
     # list of layers there
 

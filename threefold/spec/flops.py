@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, VisionSpec
+from threefold.spec.model import CompressedSpec, DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, VisionSpec
 
 # Until release 26.06 Megatron counted a gated MLP as two matrices unless its activation was SiLU, and
 # ignored sliding windows: GPT-OSS figures before and after do not compare.
@@ -94,14 +94,14 @@ def picture_training_flops(model: ModelSpec, num_patches: int, frozen: Collectio
 
 
 def _mixer(model: ModelSpec, layer: Layer, seq_len: int, old: bool) -> tuple[float, float]:
-    h, spec = model.dim, model.attention
-    if layer.mixer == "window":
-        local = model.local_attention
-        return _gqa(local, h, seq_len, None if old else local.window) if local else (0.0, 0.0)
-    if layer.mixer == "attention" and isinstance(spec, MlaSpec):
+    h, spec = model.dim, model.attention_of(layer)
+    if isinstance(spec, CompressedSpec):
+        projections, attention = _compressed(spec, h, seq_len)
+        return projections + _stream_flops(model), attention
+    if isinstance(spec, MlaSpec):
         return _mla(spec, h, seq_len)
-    if layer.mixer == "attention" and spec is not None and not isinstance(spec, MlaSpec):
-        return _gqa(spec, h, seq_len, None)
+    if spec is not None:
+        return _gqa(spec, h, seq_len, None if old or layer.mixer == "attention" else spec.window)
     if layer.mixer == "delta" and model.delta:
         return _delta(model.delta, h)
     if layer.mixer == "mamba" and model.mamba:
@@ -114,6 +114,28 @@ def _gqa(spec: GqaSpec, h: int, seq_len: int, window: int | None) -> tuple[float
     gate = q if spec.gated else 0
     projections = 2.0 * (h * (q + 2 * spec.kv_dim + gate) + q * h)
     return projections, 2.0 * q * average_context(window, seq_len)
+
+
+def _compressed(spec: CompressedSpec, h: int, seq_len: int) -> tuple[float, float]:
+    """The window and the entries that a query reads, and the scores of the indexer for all entries before it."""
+    query = spec.q_rank * (h + spec.q_dim)
+    out = spec.out_rank * (spec.q_dim + spec.out_groups * h)
+    projections = query + h * (spec.head_dim + 2 * spec.pooled_columns) + out
+    context, scores = average_context(spec.window, seq_len), 0.0
+    if spec.rate:
+        entries = seq_len / spec.rate
+        context += entries if spec.indexer is None else min(entries, 2.0 * spec.indexer.top_k)
+    if (index := spec.indexer) is not None:
+        width, columns = index.num_heads * index.head_dim, index.head_dim * (4 if spec.overlaps else 2)
+        projections += spec.q_rank * width + h * (columns + index.num_heads)
+        scores = width * seq_len / spec.rate
+    return 2.0 * projections, 2.0 * spec.q_dim * context + scores
+
+
+def _stream_flops(model: ModelSpec) -> float:
+    """Weights of the residual streams, their sums and their mixing, before and behind both parts of a layer."""
+    streams = model.streams
+    return 4.0 * model.stream_dim * (streams.num_weights + 2 + streams.count) if streams else 0.0
 
 
 def _mla(spec: MlaSpec, h: int, seq_len: int) -> tuple[float, float]:

@@ -185,7 +185,7 @@ def check_routing(model: ModelSpec) -> None:
 
 
 def _grouped(model: ModelSpec) -> list[GqaSpec]:
-    return [spec for spec in (model.attention, model.local_attention) if isinstance(spec, GqaSpec)]
+    return [spec for spec in model.attention_kinds if isinstance(spec, GqaSpec)]
 
 
 def _check_size(name: str, size: Any, least: int, most: int) -> None:

@@ -11,9 +11,19 @@ from typing import Any, get_type_hints
 from threefold.fields import MAX_LAYERS
 from threefold.spec.family import Family, Fields, Parts
 from threefold.spec.hf_fields import read_rope
-from threefold.spec.model import DeltaSpec, GqaSpec, IndexerSpec, MambaSpec, MlaSpec, ModelSpec, MoeSpec
+from threefold.spec.model import (
+    CompressedSpec,
+    DeltaSpec,
+    GqaSpec,
+    IndexerSpec,
+    MambaSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    StreamsSpec,
+)
 
-_SPECS: dict[str, type] = {"delta": DeltaSpec, "mamba": MambaSpec, "moe": MoeSpec, "local_attention": GqaSpec}
+_SPECS: dict[str, type] = {"delta": DeltaSpec, "mamba": MambaSpec, "moe": MoeSpec, "streams": StreamsSpec}
 
 
 def standard_parts(c: Fields, family: Family) -> Parts:
@@ -54,11 +64,17 @@ def _floats() -> frozenset[str]:
 def build_spec(parts: Parts, **rest: Any) -> ModelSpec:
     """The ModelSpec of tables of arguments."""
     made = {name: _SPECS[name](**part) if name in _SPECS and part is not None else part for name, part in parts.items()}
-    attention = dict(parts["attention"])
-    if "indexer" in attention:
-        attention["indexer"] = IndexerSpec(**attention["indexer"])
-    made["attention"] = MlaSpec(**attention) if "kv_rank" in attention else GqaSpec(**attention)
+    kinds = ("attention", "local_attention", "pooled_attention")
+    made |= {name: _attention_spec(parts[name]) for name in kinds if parts.get(name) is not None}
     return ModelSpec(**made, **rest)
+
+
+def _attention_spec(part: Parts) -> GqaSpec | MlaSpec:
+    if part.get("indexer") is not None:
+        part = {**part, "indexer": IndexerSpec(**part["indexer"])}
+    kind = MlaSpec if "kv_rank" in part else CompressedSpec if "out_rank" in part else GqaSpec
+    spec: GqaSpec | MlaSpec = kind(**part)
+    return spec
 
 
 def grouped_attention(c: Fields, family: Family) -> Parts:

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-Mixer = Literal["attention", "window", "delta", "mamba", "none"]
+Mixer = Literal["attention", "window", "pooled", "delta", "mamba", "none"]
 Ffn = Literal["dense", "moe", "none"]
+ATTENTION_MIXERS = ("attention", "window", "pooled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,27 @@ class IndexerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressedSpec(GqaSpec):
+    """Attention over the last tokens and over entries that each stand for several tokens (DeepSeek-V4).
+
+    All heads share one key, which also serves as value. Queries and outputs pass through low-rank projections; that of
+    the outputs is block-diagonal, by groups of heads. The last dims of a head turn, those of the outputs turn back.
+    """
+
+    q_rank: int = 0
+    out_groups: int = 1
+    out_rank: int = 0  # of each group
+    rate: int = 0  # tokens of an entry; 0: no entries, the window alone
+    overlaps: bool = False  # an entry also reads the tokens of the one before it, by columns of their own
+    indexer: IndexerSpec | None = None  # chooses the entries that a query reads; None: all before it
+
+    @property
+    def pooled_columns(self) -> int:
+        """Columns of the projections from which entries are pooled."""
+        return self.head_dim * (2 if self.overlaps else 1) if self.rate else 0
+
+
+@dataclass(frozen=True, slots=True)
 class MlaSpec:
     """Multi-head latent attention: queries and keys/values pass through low-rank projections."""
 
@@ -179,7 +201,7 @@ class MoeSpec:
     num_shared: int = 0
     shared_dim: int | None = None  # width of all shared experts together; default num_shared * expert_dim
     shared_gate: bool = False
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer", "sqrtsoftplus"] = "softmax"
     jitter: float = 0.01  # of sparsemixer (Phi-MoE): experts within twice this of the best one share in its softmax
     norm_topk: bool = True
     num_groups: int = 1  # group-limited routing: experts in groups, of which a token may use top_groups
@@ -188,6 +210,8 @@ class MoeSpec:
     balance_bias: bool = False  # the aux-loss-free bias on selection, not on the weights
     bias: bool = False  # on router and expert projections
     latent_dim: int | None = None  # experts work on a down-projection of the token
+    hash_layers: int = 0  # the first layers look experts up by token id; scores give the weights (DeepSeek-V4)
+    glu_limit: float | None = None  # gates are at most this, the values that they multiply between minus and plus it
     # Gemma 4: router, routed and shared experts read the normed tokens times weights of their own; both outputs have a
     # norm, and so has their sum.
     own_norms: bool = False
@@ -196,6 +220,24 @@ class MoeSpec:
     @property
     def shared_width(self) -> int:
         return self.num_shared * self.expert_dim if self.shared_dim is None else self.shared_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several residual streams (manifold-constrained hyper-connections, DeepSeek-V4).
+
+    A part of a layer reads a weighted sum of the streams, and its output is added to each with a weight. Before that
+    the streams are mixed by a matrix that Sinkhorn's iterations make doubly stochastic. Weights depend on the token.
+    """
+
+    count: int
+    sinkhorn_iters: int = 20
+    eps: float = 1e-6
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of a token: for reading, for writing, and between the streams."""
+        return (2 + self.count) * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +285,11 @@ class Layer:
 
     mixer: Mixer
     ffn: Ffn
+    hashed: bool = False  # experts are looked up by token id
 
 
 # One letter a layer. The capitals and signs are those of Megatron's hybrid patterns.
-_MIXER: dict[str, Mixer] = {"t": "attention", "w": "window", "d": "delta", "M": "mamba", "*": "attention"}
+_MIXER: dict[str, Mixer] = {"t": "attention", "w": "window", "p": "pooled", "d": "delta"}
 _ALONE: dict[str, Layer] = {
     "M": Layer("mamba", "none"),
     "*": Layer("attention", "none"),
@@ -256,11 +299,13 @@ _ALONE: dict[str, Layer] = {
 
 
 @lru_cache(maxsize=256)
-def _layers(pattern: str, num_layers: int, num_dense: int) -> tuple[Layer, ...]:
+def _layers(pattern: str, num_layers: int, num_dense: int, num_hashed: int = 0) -> tuple[Layer, ...]:
     """The pattern repeated; the first `num_dense` feed-forward parts are dense. A search asks for it all the time."""
     letters = (pattern[i % len(pattern)] for i in range(num_layers))
     return tuple(
-        _ALONE[letter] if letter in _ALONE else Layer(_MIXER[letter], "dense" if i < num_dense else "moe")
+        _ALONE[letter]
+        if letter in _ALONE
+        else Layer(_MIXER[letter], "dense" if i < num_dense else "moe", hashed=i < num_hashed)
         for i, letter in enumerate(letters)
     )
 
@@ -275,9 +320,11 @@ class ModelSpec:
     dim: int
     vocab: int
     source: str
-    pattern: str = "t"  # repeated over the layers: t attention, w window, d delta; alone: M * E -
+    pattern: str = "t"  # repeated over the layers: t attention, w window, p pooled, d delta; alone: M * E -
     attention: GqaSpec | MlaSpec | None = None
     local_attention: GqaSpec | None = None  # of 'w' layers
+    pooled_attention: GqaSpec | None = None  # of 'p' layers, a second kind of compressed attention
+    streams: StreamsSpec | None = None  # None: one residual stream, to which the parts of a layer add
     delta: DeltaSpec | None = None
     mamba: MambaSpec | None = None
     moe: MoeSpec | None = None
@@ -319,7 +366,25 @@ class ModelSpec:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """The layers in order, MTP not included."""
-        return _layers(self.pattern, self.num_layers, self.num_dense_layers if self.moe else self.num_layers)
+        num_dense = self.num_dense_layers if self.moe else self.num_layers
+        return _layers(self.pattern, self.num_layers, num_dense, self.moe.hash_layers if self.moe else 0)
+
+    def attention_of(self, layer: Layer) -> GqaSpec | MlaSpec | None:
+        """The attention of a layer; None where it has none."""
+        if layer.mixer == "attention":
+            return self.attention
+        kinds = {"window": self.local_attention, "pooled": self.pooled_attention}
+        return kinds.get(layer.mixer)
+
+    @property
+    def attention_kinds(self) -> tuple[GqaSpec | MlaSpec, ...]:
+        """Every attention that some layers may have."""
+        return tuple(a for a in (self.attention, self.local_attention, self.pooled_attention) if a is not None)
+
+    @property
+    def stream_dim(self) -> int:
+        """Numbers of a token between layers: of all residual streams together."""
+        return self.dim * (self.streams.count if self.streams else 1)
 
     @property
     def mtp_depth(self) -> tuple[Layer, ...]:

@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from threefold.spec.model import DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec, VisionSpec
+from threefold.spec.model import (
+    CompressedSpec,
+    DeltaSpec,
+    GqaSpec,
+    Layer,
+    MambaSpec,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    VisionSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +72,7 @@ def count_params(model: ModelSpec, mtp_layers: int | None = None) -> Params:
         experts=moe_layers * moe.num_experts * expert_params(model) if moe else 0,
         shared=moe_layers * shared_params(model),
         routers=moe_layers * router_params(model),
-        norms=sum(norm_params(model, layer) for layer in layers) + _norm_width(model),
+        norms=sum(norm_params(model, layer) for layer in layers) + final_norm_params(model),
         mtp=depths * mtp_params(model),
         vision=vision_params(model.vision, model.dim) if model.vision else 0,
         inactive=moe_layers * (moe.num_experts - moe.top_k) * expert_params(model) if moe else 0,
@@ -85,11 +95,11 @@ def mixer_params(model: ModelSpec, layer: Layer) -> int:
 
 
 def _listed_mixer(model: ModelSpec, layer: Layer) -> int:
-    full = model.attention
-    if layer.mixer == "attention" and full:
-        return _mla(full, model.dim) if isinstance(full, MlaSpec) else _gqa(full, model.dim)
-    if layer.mixer == "window" and model.local_attention:
-        return _gqa(model.local_attention, model.dim)
+    attention = model.attention_of(layer)
+    if isinstance(attention, CompressedSpec):
+        return _compressed(attention, model.dim)
+    if attention is not None:
+        return _mla(attention, model.dim) if isinstance(attention, MlaSpec) else _gqa(attention, model.dim)
     if layer.mixer == "delta" and model.delta:
         return _delta(model.delta, model.dim)
     if layer.mixer == "mamba" and model.mamba:
@@ -100,7 +110,20 @@ def _listed_mixer(model: ModelSpec, layer: Layer) -> int:
 def norm_params(model: ModelSpec, layer: Layer) -> int:
     """One norm before the mixer and one before the feed-forward part; Gemma 4's experts have five."""
     num_of_ffn = 5 if layer.ffn == "moe" and _moe(model).own_norms else int(layer.ffn != "none")
-    return _norm_width(model) * ((layer.mixer != "none") + num_of_ffn)
+    return _norm_width(model) * ((layer.mixer != "none") + num_of_ffn) + stream_params(model)
+
+
+def stream_params(model: ModelSpec) -> int:
+    """What connects the parts of a layer to several residual streams: weights, biases and three factors each."""
+    if model.streams is None:
+        return 0
+    return 2 * (model.streams.num_weights * (model.stream_dim + 1) + 3)
+
+
+def final_norm_params(model: ModelSpec) -> int:
+    """The final norm, and the sum of the residual streams before it."""
+    streams = model.streams
+    return _norm_width(model) + (streams.count * (model.stream_dim + 1) + 1 if streams else 0)
 
 
 def _norm_width(model: ModelSpec) -> int:
@@ -169,6 +192,22 @@ def _gqa(spec: GqaSpec, dim: int) -> int:
     sinks = spec.num_heads if spec.sinks else 0
     out_norm = dim if spec.out_norm else 0
     return dim * (q_out + kv_out) + spec.q_dim * dim + bias + norms + out_norm + sinks
+
+
+def _compressed(spec: CompressedSpec, dim: int) -> int:
+    query = dim * spec.q_rank + spec.q_rank + spec.q_rank * spec.q_dim
+    key = dim * spec.head_dim + spec.head_dim
+    out = spec.q_dim * spec.out_rank + spec.out_groups * spec.out_rank * dim
+    index = spec.indexer
+    of_indexer = dim * index.num_heads + spec.q_rank * index.num_heads * index.head_dim if index else 0
+    return query + key + out + spec.num_heads + _poolings(spec, dim) + of_indexer
+
+
+def _poolings(spec: CompressedSpec, dim: int) -> int:
+    """What makes entries, and those of the indexer: two projections, a bias for each token of a window, and a norm."""
+    heads = [spec.head_dim, *([spec.indexer.head_dim] if spec.indexer else [])] if spec.rate else []
+    series = 2 if spec.overlaps else 1
+    return sum((2 * dim + spec.rate) * series * head + head for head in heads)
 
 
 def _mla(spec: MlaSpec, dim: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from threefold.spec.derived import DerivedModel
 from threefold.spec.families import FAMILIES
 from threefold.spec.megatron import bridge_releases
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import CompressedSpec, MlaSpec, ModelSpec
 
 TARGETS = ("threefold", "megatron-bridge")
 CORE_CONFIG = "core/transformer/transformer_config.py"  # under `megatron/`: what most rules of Megatron follow
@@ -42,8 +42,14 @@ STACKS = {
 }
 
 
-ENGINE_ACTIVATIONS = ("silu", "clamped swiglu", "relu2", "gelu_tanh")  # those of `engine/moe/experts.py`
-ENGINE_DENSE_ACTIVATIONS = ("silu", "relu2", "gelu_tanh")  # those of `engine/layers/mlp.py`
+ENGINE_ACTIVATIONS = (
+    "silu",
+    "clamped swiglu",
+    "relu2",
+    "gelu_tanh",
+    "limited silu",
+)  # those of `engine/moe/experts.py`
+ENGINE_DENSE_ACTIVATIONS = ("silu", "relu2", "gelu_tanh", "limited silu")  # those of `engine/layers/mlp.py`
 ENGINE_UNGATED = ("relu2",)  # those of networks without a gate; all others have one
 FUSED_ACTIVATIONS = ("silu", "clamped swiglu")  # those of the fused expert kernels
 # The last one is what transformers calls `dynamic` with an alpha.
@@ -79,6 +85,8 @@ def engine_lacks(model: ModelSpec) -> Iterator[tuple[str, str]]:
     scaling = _rope_scaling(model)
     if scaling and scaling not in ENGINE_ROPE_SCALING:
         yield f"the engine has no rotary scaling {scaling!r}", f"use {', '.join(ENGINE_ROPE_SCALING[:-1])}, or none"
+    if scaling not in (None, "yarn", "llama3", "linear") and isinstance(model.attention, CompressedSpec):
+        yield f"the engine has no rotary scaling {scaling!r} for compressed attention", "use yarn, llama3 or linear"
     if scaling in ("dynamic", "longrope") and model.vision is not None:
         yield f"the engine has no rotary scaling {scaling!r} for models with pictures", "use yarn, llama3 or linear"
     if isinstance(model.attention, MlaSpec) and model.attention.v_dim > model.attention.qk_dim:

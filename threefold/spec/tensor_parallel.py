@@ -1,6 +1,6 @@
 """Which degrees of tensor parallelism cut a model into equal parts."""
 
-from threefold.spec.model import MlaSpec, ModelSpec
+from threefold.spec.model import CompressedSpec, MlaSpec, ModelSpec
 
 
 def _tp_parts(model: ModelSpec) -> dict[str, int]:
@@ -10,6 +10,8 @@ def _tp_parts(model: ModelSpec) -> dict[str, int]:
         parts["attention heads"] = model.attention.num_heads
     if model.local_attention:
         parts["window attention heads"] = model.local_attention.num_heads
+    if isinstance(model.attention, CompressedSpec):
+        parts["groups of heads"] = model.attention.out_groups
     if model.delta:
         parts["delta-rule key heads"] = model.delta.num_k_heads
         parts["delta-rule value heads"] = model.delta.num_v_heads
@@ -28,7 +30,7 @@ def tp_fits(model: ModelSpec, tp: int) -> str | None:
     for name, size in _tp_parts(model).items():
         if size % tp:
             return f"{size} {name}"
-    for spec in (model.attention, model.local_attention):
+    for spec in model.attention_kinds:
         if spec and not isinstance(spec, MlaSpec) and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
             return f"{spec.num_kv_heads} key/value heads"
     return None

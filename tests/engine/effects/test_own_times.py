@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from threefold.engine.context import context
 from threefold.engine.dist.join import World
 from threefold.engine.effects.own_times import OwnTimes, RankTime, slow_ranks
-from threefold.engine.models.decoder import Block
+from threefold.engine.models.block import Block
 from threefold.engine.run.folder import EFFECTS
 from threefold.engine.train import train
 from threefold.engine.verify.forked_ranks import run_ranks

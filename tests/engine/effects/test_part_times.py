@@ -12,7 +12,7 @@ from vision_layouts import CASES, case
 from threefold.engine import throughput as part_times
 from threefold.engine.build import Parts, build
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.models.decoder import Block
+from threefold.engine.models.block import Block
 from threefold.engine.step import train_step
 from threefold.engine.throughput import PartSeconds, PartTimes, Throughput
 from threefold.engine.verify.forked_ranks import run_ranks

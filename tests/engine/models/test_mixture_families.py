@@ -20,6 +20,7 @@ from threefold.engine.weights.write_hf import write_hf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = pytest.mark.parametrize("odd", [False, True], ids=["even", "odd"])
+POOLS_PADDING = ("deepseek_v4",)  # transformers' entries do, ours begin with their document
 FAMILIES = pytest.mark.parametrize("family", MIXTURES)
 
 
@@ -32,9 +33,10 @@ def test_logits_and_gradients_equal_hugging_face(family: str, odd: bool, tmp_pat
     engine = ours(model, tmp_path)
     tokens, labels = (torch.randint(0, engine.spec.vocab, (2, 13)) for _ in range(2))
     mask = torch.ones_like(tokens)
-    mask[0, :4] = 0
+    mask[0, : 0 if family in POOLS_PADDING else 4] = 0
     labels = labels.masked_fill(mask == 0, -100)
     given = {"documents_BS": mask, "positions_BS": torch.arange(13).expand(2, 13)}
+    given = {} if family in POOLS_PADDING else given
 
     logits = model(tokens, attention_mask=mask, use_cache=False).logits
     found = engine(tokens, **given).logits
@@ -88,7 +90,7 @@ def test_runs_on_fake_tensors(family: str) -> None:
         engine = build_model(spec_of(family, hidden_size=64, **sizes), dtype=torch.bfloat16, options=options)
         tokens = torch.zeros(2, 13, dtype=torch.long)
         engine(tokens, tokens).loss.backward()
-        assert all(parameter.grad is not None for parameter in engine.parameters())
+        assert all(p.grad is not None for p in engine.parameters() if p.requires_grad)
 
 
 @FAMILIES

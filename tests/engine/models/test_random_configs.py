@@ -18,6 +18,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch.nn.functional as F
 import transformers
+from hf_parity import draw_experts
 from random_configs import FAMILIES, HYBRIDS, draw_config
 from tiny_mixtures import MIXTURES
 from torch import Tensor
@@ -59,7 +60,10 @@ def peer(config: dict[str, Any], seed: str) -> Any:
         )
         with torch.no_grad():
             for tensor in model.state_dict().values():  # other buffers follow from the configuration
-                tensor.add_(torch.randn_like(tensor) * 0.1)
+                if tensor.is_floating_point():
+                    tensor.add_(torch.randn_like(tensor) * 0.1)
+                else:
+                    draw_experts(tensor, made.n_routed_experts)
         model.eval()(torch.zeros(1, LENGTH, dtype=torch.long), use_cache=False)
     except Exception:  # whatever it raises, it does not run this model
         return None

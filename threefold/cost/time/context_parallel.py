@@ -50,7 +50,7 @@ def _forward_seconds(plan: Plan, case: LayerCase, rates: Rates) -> ContextSecond
         return ContextSeconds(0.0, _heads_exchange_seconds(plan, payload, rates))
     if case.layer.mixer == "mamba" and model.mamba:
         return ContextSeconds(0.0, _heads_exchange_seconds(plan, column * 3 * model.mamba.inner_dim, rates))
-    if case.layer.mixer not in ("attention", "window"):
+    if model.attention_of(case.layer) is None:
         return ContextSeconds(0.0, 0.0)
     queries, keys = _attention_widths(plan)
     cp_comm = cp_comm_of(plan, case.layer.mixer)

@@ -38,7 +38,7 @@ from threefold.cost.trained_weights import gemms_per_weight
 from threefold.plan.cores import num_threads
 from threefold.plan.plan import Plan
 from threefold.spec.flops import layer_flops
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.model import CompressedSpec, GqaSpec, Layer, MlaSpec
 
 THREADS_POWER = 0.8  # of the speed that threads of one rank add up to
 
@@ -230,16 +230,23 @@ def _attention_seconds(plan: Plan, layer: Layer, work: Work, rates: Rates) -> fl
     # The exponential of a score costs about as much as 64 columns of the head; small heads pay it more often. Blackwell
     # Ultra has twice the exponentials of Blackwell (NVIDIA, Inside Blackwell Ultra, 2025-08).
     columns = 32 if plan.chip.name in ("b300", "gb300") and STACK_TRAITS[plan.target].waits_every_layer else 64
-    seconds = 3.5 * work.attention_flops * _masked_work(plan) * (1 + columns / head) / 1.5 / (peak * fraction)
+    seconds = 3.5 * work.attention_flops * _masked_work(plan, layer) * (1 + columns / head) / 1.5 / (peak * fraction)
     if STACK_TRAITS[plan.target].sinks_slow_attention and not plan.knobs.fp8_attention:
         seconds += work.sink_bytes * rates.sink_passes / _memory_bandwidth(plan, rates)
     return seconds
 
 
-def _masked_work(plan: Plan) -> float:
-    """FLOPs of attention with the keys that an indexer did not choose, over those of the chosen keys alone."""
-    spec = plan.model.attention
-    if not isinstance(spec, MlaSpec) or spec.indexer is None or not STACK_TRAITS[plan.target].scores_unchosen_keys:
+def _masked_work(plan: Plan, layer: Layer) -> float:
+    """FLOPs of attention with the keys that a query does not read, over those that it reads: keys that an indexer did
+    not choose, and tokens before the window of compressed attention."""
+    spec = plan.model.attention_of(layer)
+    if not STACK_TRAITS[plan.target].scores_unchosen_keys:
+        return 1.0
+    if isinstance(spec, CompressedSpec):
+        entries = plan.job.seq_len / spec.rate if spec.rate else 0.0
+        counted = layer_flops(plan.model, layer, plan.job.seq_len).attention
+        return max(1.0, 2.0 * spec.q_dim * (plan.job.seq_len + entries) / counted)
+    if not isinstance(spec, MlaSpec) or spec.indexer is None:
         return 1.0
     return max(1.0, plan.job.seq_len / (2 * spec.indexer.top_k))
 

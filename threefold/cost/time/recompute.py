@@ -50,7 +50,7 @@ def recompute_seconds(plan: Plan, layer: Layer, forward: ForwardSeconds, work: W
     if not names:
         return 0.0
     if "full" in names:
-        is_saved = "core_attn" in plan.knobs.recompute_save and layer.mixer in ("attention", "window")
+        is_saved = "core_attn" in plan.knobs.recompute_save and plan.model.attention_of(layer) is not None
         return forward.total - (forward.attention if is_saved and plan.target == "threefold" else 0.0)
     flops = layer_flops(plan.model, layer, plan.job.seq_len)
     dense = flops.projections + flops.shared + (flops.ffn if layer.ffn == "dense" else 0.0)

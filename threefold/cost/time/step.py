@@ -152,7 +152,7 @@ def _bubble_seconds(plan: Plan, loads: list[float], busiest: float, rates: Rates
 def hop_seconds(plan: Plan, rates: Rates) -> float:
     """Hidden states of a microbatch sent to the next stage."""
     job, layout = plan.job, plan.layout
-    payload = BF16 * plan.model.dim * job.micro_batch * job.seq_len / layout.cp / layout.tp
+    payload = BF16 * plan.model.stream_dim * job.micro_batch * job.seq_len / layout.cp / layout.tp
     link = plan.link("pp")
     rate = plan.chip.domain_bandwidth if link.link == "domain" else network_bandwidth(plan, rates)
     return payload / (rate * rates.collective) + 20e-6

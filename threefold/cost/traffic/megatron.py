@@ -77,7 +77,7 @@ def _mixer_widths(plan: Plan, layer: Layer) -> tuple[float, float, float]:
     if layer.mixer == "mamba" and model.mamba:
         m = model.mamba
         return 2 * m.inner_dim + 2 * m.num_groups * m.state_dim + m.num_heads, m.inner_dim, 0
-    spec = model.local_attention if layer.mixer == "window" else model.attention
+    spec = model.attention_of(layer)
     if layer.mixer == "none" or spec is None:
         return 0, 0, 0
     if isinstance(spec, MlaSpec):

@@ -23,6 +23,8 @@ from threefold.engine.attention.delta_chunks import chunk_delta_rule, l2_normali
 from threefold.engine.attention.gated_delta import GatedDelta, HeadWeights, short_conv
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention, query_heads
+from threefold.engine.attention.sparse.compressed import CompressedAttention
+from threefold.engine.attention.sparse.entries import Windows, rotate_tail
 from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
 from threefold.engine.attention.state_space.chunk_scan import chunk_scan, decay_state
 from threefold.engine.attention.state_space.mamba import Mamba
@@ -109,6 +111,8 @@ class CachedMixer(Protocol):
 def cached_mixer(mixer: nn.Module) -> CachedMixer:
     if isinstance(mixer, GqaAttention):
         return CachedGqa(mixer)
+    if isinstance(mixer, CompressedAttention):
+        return CachedCompressed(mixer)
     if isinstance(mixer, SparseMlaAttention):
         return CachedSparseMla(mixer)
     if isinstance(mixer, MlaAttention):
@@ -216,6 +220,44 @@ class CachedSparseMla(CachedMla):
         scores_BC = scores_BSC[:, 0].masked_fill(~visible_BC, float("-inf"))
         chosen_BK = scores_BC.topk(min(indexer.index.top_k, scores_BC.shape[-1]), dim=-1).indices
         return visible_BC & torch.zeros_like(visible_BC).scatter(-1, chosen_BK, True)
+
+
+class CachedCompressed:
+    """Compressed attention; the cache holds what keys and entries are made of, and each step makes them anew."""
+
+    def __init__(self, mixer: CompressedAttention) -> None:
+        self.mixer, self.cache = mixer, SlotCache()
+
+    def prefill(self, x_BSD: Tensor, positions: Positions, lengths: Sequence[int]) -> Tensor:
+        q_BSX, *stored = self.mixer.compress(x_BSD)
+        self.cache.fill(lengths, [part_BSX[:, None] for part_BSX in stored])
+        return self.mixer.attend(positions, q_BSX, *stored)
+
+    def step(self, x_BSD: Tensor, positions: Positions, longest: int) -> Tensor:
+        mixer, spec = self.mixer, self.mixer.spec
+        q_BSX, *new = mixer.compress(x_BSD)
+        position_B, table = positions.positions_BS[:, 0], mixer.table(positions)
+        self.cache.append(position_B, longest, [part_BSX[:, None] for part_BSX in new])
+        kv_BCd, *rest = (part[:, 0] for part in self.cache.used())
+        slots_1C = torch.arange(kv_BCd.shape[1], device=x_BSD.device)[None]
+        of_slots, last_B1 = Positions(slots_1C), position_B[:, None]
+        keys_BTd = rotate_tail(kv_BCd, mixer.table(of_slots))
+        visible_BT = self.cache.visible(position_B) & (slots_1C > last_B1 - mixer.window)
+        if mixer.pooling is not None:
+            windows = Windows.of(of_slots, kv_BCd.shape[1], spec.rate, x_BSD.device)
+            entry_BWd = mixer.pooling.entries(windows, mixer.table(of_slots), *rest[:2])
+            visible_BW = windows.last_BW <= last_B1
+            if (indexer := mixer.indexer) is not None:
+                scored_BWd = indexer.pooling.entries(windows, mixer.table(of_slots), *rest[2:4])
+                scores_BW = indexer.scores(indexer.queries(q_BSX, table), scored_BWd, new[-1])[:, 0]
+                scores_BW = scores_BW.masked_fill(~visible_BW, float("-inf"))
+                chosen_BK = scores_BW.topk(min(indexer.index.top_k, scores_BW.shape[-1]), dim=-1).indices
+                visible_BW = visible_BW & torch.zeros_like(visible_BW).scatter(-1, chosen_BK, True)
+            keys_BTd, visible_BT = torch.cat([entry_BWd, keys_BTd], 1), torch.cat([visible_BW, visible_BT], 1)
+        q_BGHd = mixer.queries(q_BSX, table).transpose(1, 2)
+        score_BGHT = q_BGHd @ keys_BTd[:, None].transpose(-1, -2) * spec.logit_scale
+        weight_BGHT = attention_weights(score_BGHT, visible_BT, mixer.sinks)
+        return mixer.project_out(mixer.turn_back(weight_BGHT.to(keys_BTd.dtype) @ keys_BTd[:, None], table))
 
 
 class CachedDelta:

@@ -17,7 +17,9 @@ from torch import Tensor
 from threefold.engine.generate.cached_mixers import CachedMixer, cached_mixer
 from threefold.engine.generate.image_prompt import ImagePrompt, join_prompts
 from threefold.engine.layers.positions import Positions
-from threefold.engine.models.decoder import Block, Decoder
+from threefold.engine.layers.streams import repeat_streams
+from threefold.engine.models.block import Block
+from threefold.engine.models.decoder import Decoder
 from threefold.engine.models.inputs import Inputs
 
 
@@ -48,6 +50,7 @@ class CachedDecoder:
             tokens_BS[row, : len(prompt)] = torch.tensor(prompt)
         tokens_BS = tokens_BS.to(self.device)
         positions = Positions.from_tokens(tokens_BS)
+        positions.tokens_BS = tokens_BS
         x_BSD, features = self._embed(tokens_BS), list[Tensor]()
         if image_prompts is not None and any(image_prompts):
             seen = join_prompts(image_prompts, self.lengths)
@@ -57,32 +60,39 @@ class CachedDecoder:
             image_features = self.model.encode_pictures(Inputs(tokens_BS, positions, (), images, shape))
             assert image_features is not None
             x_BSD, features = image_features.merge(x_BSD), image_features.dense_deepstack()
-        x_BSD = self._run_layers(x_BSD, lambda mixer, y_BSD: mixer.prefill(y_BSD, positions, self.lengths), features)
+        x_BSD = self._run_layers(
+            x_BSD, positions, lambda mixer, y_BSD: mixer.prefill(y_BSD, positions, self.lengths), features
+        )
         last_B = torch.tensor(self.lengths, device=self.device) - 1
         return self._logits(x_BSD[torch.arange(len(prompts), device=self.device), last_B])
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one more token of each row. Returns the logits after it, (B, V)."""
-        positions = Positions(torch.tensor(self.lengths, device=self.device)[:, None])
+        tokens_B1 = torch.tensor(tokens, device=self.device)[:, None]
+        positions = Positions(torch.tensor(self.lengths, device=self.device)[:, None], tokens_BS=tokens_B1)
         if self.offsets is not None:
             next_B1 = positions.positions_BS + torch.tensor(self.offsets, device=self.device)[:, None]
             positions.axes_3BS = next_B1.expand(3, -1, -1)
         longest = max(self.lengths)
-        x_BSD = self._embed(torch.tensor(tokens, device=self.device)[:, None])
-        x_BSD = self._run_layers(x_BSD, lambda mixer, y_BSD: mixer.step(y_BSD, positions, longest))
+        x_BSD = self._embed(tokens_B1)
+        x_BSD = self._run_layers(x_BSD, positions, lambda mixer, y_BSD: mixer.step(y_BSD, positions, longest))
         self.lengths = [length + 1 for length in self.lengths]
         return self._logits(x_BSD[:, 0])
 
     def _run_layers(
-        self, x_BSD: Tensor, mix: Callable[[CachedMixer, Tensor], Tensor], features: Sequence[Tensor] = ()
+        self,
+        x_BSD: Tensor,
+        positions: Positions,
+        mix: Callable[[CachedMixer, Tensor], Tensor],
+        features: Sequence[Tensor] = (),
     ) -> Tensor:
         """One layer after the other. `features` of images are added after the first ones, one a layer."""
         for block, mixer, feature_BSD in zip_longest(self.blocks, self.mixers, features):
-            added: tuple[Tensor, ...] = ()
+            added: list[Tensor] = []
             if mixer is not None:
-                x_BSD, y_BSD = block.normalize_for_mixer(x_BSD)
-                added = (mix(mixer, y_BSD),)
+                *kept, y_BSD = block.normalize_for_mixer(x_BSD)
+                x_BSD, *added = block.add_mixed(kept, mix(mixer, y_BSD), positions)
             x_BSD, _ = block.feed_forward(x_BSD, *added)
             x_BSD = x_BSD if feature_BSD is None else x_BSD + feature_BSD
         return x_BSD
@@ -90,7 +100,7 @@ class CachedDecoder:
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.model.embed is not None
         x_BSD: Tensor = self.model.embed(tokens_BS)
-        return x_BSD * self.model.spec.embed_scale
+        return repeat_streams(x_BSD * self.model.spec.embed_scale, self.model.spec.streams)
 
     def _logits(self, x_BD: Tensor) -> Tensor:
         assert self.model.norm is not None

@@ -18,7 +18,8 @@ from threefold.engine.dispatch.protocol import DispatchState
 from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.graphs.graphed_part import ChunkGraphs, GraphedPart
 from threefold.engine.layers.positions import Positions
-from threefold.engine.models.decoder import Block, Decoder
+from threefold.engine.models.block import Block
+from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
 from threefold.engine.moe.layer import MoeLayer
 

@@ -50,6 +50,7 @@ class Positions:
     _tables: dict[tuple[int, float, RopeScaling | None, tuple[int, ...]], tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )
+    tokens_BS: Tensor | None = None  # their ids, by which some routers choose experts
     axes_3BS: Tensor | None = None  # time, height and width, where pictures are among the tokens
 
     @classmethod

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.sparse.compressed import CompressedAttention
 from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.autograd.offload import LayerOffloads, offload_activations
@@ -32,7 +33,8 @@ from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options
-from threefold.engine.models.decoder import Block, Decoder, MtpDepth, NumberedStats, run_layers
+from threefold.engine.models.block import Block, NumberedStats, StreamBlock, run_layers
+from threefold.engine.models.decoder import Decoder, MtpDepth
 from threefold.engine.models.head_groups import GqaHeadGroups, MlaHeadGroups
 from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.experts import Experts
@@ -54,6 +56,7 @@ _DISCARDED_OUTPUTS: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...], tupl
     "core_attn": (
         (MlaAttention, ("core", "core_over_ranks"), ("attend_latents",)),
         (SparseMlaAttention, ("core_of_chosen",), ("attend_chosen",)),
+        (CompressedAttention, ("core",), ("attend",)),
         (GqaAttention, ("core",), ("forward",)),
         (GatedDelta, ("core",), ("forward",)),
         (Mamba, ("core",), ("forward",)),
@@ -67,6 +70,7 @@ _OFFLOADED: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = {
     "mlp_norm": ((Block, ("normalize_for_ffn",)),),
     "qkv_linear": (
         (MlaAttention, ("compress", "expand")),
+        (CompressedAttention, ("compress", "expand")),
         (GqaAttention, ("project",)),
         (GatedDelta, ("project",)),
         (Mamba, ("project",)),
@@ -74,12 +78,14 @@ _OFFLOADED: dict[str, tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = {
     "core_attn": (
         (MlaAttention, ("core", "core_over_ranks")),
         (SparseMlaAttention, ("core_of_chosen",)),
+        (CompressedAttention, ("core",)),
         (GqaAttention, ("core",)),
         (GatedDelta, ("core", "normalize_output")),
         (Mamba, ("core", "normalize_output")),
     ),
     "attn_proj": (
         (MlaAttention, ("project_out",)),
+        (CompressedAttention, ("project_out",)),
         (GqaAttention, ("project_out",)),
         (GatedDelta, ("project_out",)),
         (Mamba, ("project_out",)),
@@ -158,7 +164,7 @@ def _discard_outputs(module: nn.Module, names: frozenset[str]) -> None:
         return
     scope = OutputScope()
     for method, name in {method: name for name, outputs, _ in chosen for method in outputs}.items():
-        if isinstance(module, Block):
+        if isinstance(module, Block) and not isinstance(module, StreamBlock):
             _wrap(module, method, partial(_recompute_norm, scope))
         else:
             _wrap(module, method, partial(scope.output, name=name))
@@ -188,15 +194,17 @@ class FeedForward:
         self.name = "moe" if self.is_moe else "mlp"
         self.is_recomputed = self.name in names
 
-    def __call__(self, x_BSD: Tensor, recompute_chunks: bool = False) -> tuple[Tensor, RouterStats | None]:
-        output = self._run(x_BSD, recompute_chunks or self.is_recomputed or inside_recompute())
+    def __call__(
+        self, x_BSD: Tensor, *tokens_BS: Tensor, recompute_chunks: bool = False
+    ) -> tuple[Tensor, RouterStats | None]:
+        output = self._run(x_BSD, *tokens_BS, recompute_chunks=recompute_chunks or self.is_recomputed)
         return output if self.is_moe else (output, None)
 
-    def _run(self, x_BSD: Tensor, recompute_chunks: bool) -> Any:
+    def _run(self, x_BSD: Tensor, *tokens_BS: Tensor, recompute_chunks: bool) -> Any:
         if not self.runs_in_chunks(x_BSD):
-            return recompute(self.ffn, x_BSD, enabled=self.is_recomputed, name=self.name)
-        if self.is_moe or not recompute_chunks:
-            return self.ffn(x_BSD)  # MoeLayer goes through its chunks by itself
+            return recompute(self.ffn, x_BSD, *tokens_BS, enabled=self.is_recomputed, name=self.name)
+        if self.is_moe or not (recompute_chunks or inside_recompute()):
+            return self.ffn(x_BSD, *tokens_BS)  # MoeLayer goes through its chunks by itself
         size = self._mlp_chunk_size(x_BSD)
         name = self.name if self.is_recomputed else "full"
         return run_in_chunks(self.ffn, size, x_BSD.flatten(0, 1), recompute=True, name=name).view_as(x_BSD)
@@ -226,8 +234,9 @@ def _recompute_chunks(moe: MoeLayer, name: str) -> None:
     moe.recompute_chunks, moe.recomputed_by = True, name
     route_and_measure, runs_in_chunks = _weak_method(moe, "route_and_measure"), _weak_method(moe, "runs_in_chunks")
 
-    def recomputed(num_sequences: int, x_TD: Tensor) -> Any:
-        return recompute(partial(route_and_measure, num_sequences), x_TD, enabled=runs_in_chunks(x_TD), name=name)
+    def recomputed(num_sequences: int, x_TD: Tensor, *tokens_T: Tensor) -> Any:
+        run = partial(route_and_measure, num_sequences)
+        return recompute(run, x_TD, *tokens_T, enabled=runs_in_chunks(x_TD), name=name)
 
     moe.route_and_measure = recomputed  # type: ignore[method-assign]
 
@@ -293,10 +302,10 @@ class ChunkedRecompute:
         if not _runs_in_chunks(block, x_BSD):
             return self.eager(x_BSD, positions)
         up_to_ffn = partial(self._up_to_ffn, positions)
-        with recompute_output(up_to_ffn, x_BSD, name="full", save=self.save) as (x_BSD, y_BSD):
+        with recompute_output(up_to_ffn, x_BSD, name="full", save=self.save) as (*kept, y_BSD):
             assert isinstance(block.run_ffn, FeedForward)
-            y_BSD, stats = block.run_ffn(y_BSD, recompute_chunks=True)
-        return block.add_output(x_BSD, y_BSD), stats
+            y_BSD, stats = block.run_ffn(y_BSD, *block.router_tokens(kept), recompute_chunks=True)
+        return block.add_output(*kept, y_BSD), stats
 
-    def _up_to_ffn(self, positions: Positions, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def _up_to_ffn(self, positions: Positions, x_BSD: Tensor) -> tuple[Tensor, ...]:
         return self.block.normalize_for_ffn(*self.block.mix(x_BSD, positions))

@@ -1,14 +1,12 @@
-"""The decoder: embedding, blocks of mixer and feed-forward network, norm, head, and multi-token prediction (MTP).
+"""The decoder: embedding, blocks, norm, head, and multi-token prediction (MTP).
 
-The body of a block is mathematics only. Its small methods are points that others wrap or replace from outside without
-changing the names of parameters: `models/activation_memory.py` (recompute, offload), `graphs/scopes.py` (CUDA graphs),
-`shard/` (collectives at the inputs of modules) and `schedule/overlappable_pass.py`, which runs the methods one by one.
-A pipeline chunk is a decoder without the parts that other chunks hold (`models/pipeline_chunk.py`).
+The blocks are in `models/block.py`. A pipeline chunk is a decoder without the parts that other chunks hold
+(`models/pipeline_chunk.py`).
 
 Shapes: B batch, S sequence, D model dim, V vocabulary, L layers with experts, E experts.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -27,20 +25,18 @@ from threefold.engine.layers.input_linears import InputHook, identity
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import LayerNorm, PlainRMSNorm, RMSNorm
 from threefold.engine.layers.positions import Positions
+from threefold.engine.layers.streams import StreamNorm, repeat_streams
 from threefold.engine.model_options import Options
+from threefold.engine.models.block import Block, NumberedStats, StreamBlock, run_layers
 from threefold.engine.models.head import cap_logits, head_input, head_matrix
 from threefold.engine.models.inputs import Inputs, ShardSequence, Target, make_inputs
 from threefold.engine.models.mixers import make_mixer
-from threefold.engine.moe.balance import RouterStats
 from threefold.engine.moe.layer import MoeLayer
-from threefold.engine.moe.router import Router, Routing
+from threefold.engine.moe.router import Router
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.engine.vision import ImageFeatures, Projector, VisionEncoder, blank_images, stands_for_image
 from threefold.spec.families import FAMILIES
 from threefold.spec.model import Layer, ModelSpec
-
-# Router statistics, each with the number of its router in the whole model.
-NumberedStats = list[tuple[int, RouterStats]]
 
 
 @dataclass(frozen=True)
@@ -59,99 +55,6 @@ class Output:
 
 # Encodes a part of the pictures with a function on this rank, and returns the features of all.
 SharePictures = Callable[[Callable[[Images], list[Tensor]], Images], list[Tensor]]
-
-
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + ffn(norm(x)). A layer of Nemotron-H has only one of both."""
-
-    router_number: int = -1  # the number of its router among all routers of the model
-    output_scale: Tensor | None  # what the layer's output is multiplied by (Gemma 4)
-    graphed_router: Any = None  # graphs/scopes.py: replays norm and router for schedules that run the experts apart
-
-    def __init__(self, make_norm: Callable[[], nn.Module], mixer: nn.Module | None, ffn: nn.Module | None) -> None:
-        super().__init__()
-        self.mixer_norm, self.mixer = None if mixer is None else make_norm(), mixer
-        self.ffn_norm, self.ffn = None if ffn is None else make_norm(), ffn
-        self.register_buffer("output_scale", None)
-
-    def forward(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, RouterStats | None]:
-        return self.feed_forward(*self.mix(x_BSD, positions))
-
-    def mix(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, ...]:
-        """The residual stream, and the mixer's output still to be added: the next norm adds it while it reads both."""
-        if self.mixer is None:
-            return (x_BSD,)
-        x_BSD, y_BSD = self.normalize_for_mixer(x_BSD)
-        return x_BSD, self.mixer(y_BSD, positions)
-
-    def feed_forward(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
-        """Everything behind the mixer."""
-        if self.ffn is None:
-            return sum(added_BSD, x_BSD), None
-        x_BSD, y_BSD, stats = self.ffn_branch(x_BSD, *added_BSD)
-        return self.add_output(x_BSD, y_BSD), stats
-
-    def add_output(self, x_BSD: Tensor, y_BSD: Tensor) -> Tensor:
-        """The layer's output, from the residual stream and what the feed-forward network adds to it."""
-        return x_BSD + y_BSD if self.output_scale is None else (x_BSD + y_BSD) * self.output_scale
-
-    def ffn_branch(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, RouterStats | None]:
-        """The residual stream, and what the feed-forward network adds to it."""
-        x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
-        return x_BSD, *self.run_ffn(y_BSD)
-
-    def normalize_for_mixer(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream and its norm."""
-        assert self.mixer_norm is not None
-        both: tuple[Tensor, Tensor] = self.mixer_norm(x_BSD, return_residual=True)
-        return both
-
-    def normalize_for_ffn(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream with the mixer's output added, and its norm."""
-        assert self.ffn_norm is not None
-        both: tuple[Tensor, Tensor] = self.ffn_norm(x_BSD, *added_BSD, return_residual=True)
-        return both
-
-    def run_ffn(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
-        assert self.ffn is not None
-        return self.ffn(x_BSD) if isinstance(self.ffn, MoeLayer) else (self.ffn(x_BSD), None)
-
-    def normalize_and_route(self, x_BSD: Tensor, *added_BSD: Tensor) -> tuple[Tensor, Tensor, Routing]:
-        """The residual stream, its norm, and the router's choice: for CUDA graphs that run the experts eagerly."""
-        assert isinstance(self.ffn, MoeLayer)
-        x_BSD, y_BSD = self.normalize_for_ffn(x_BSD, *added_BSD)
-        return x_BSD, y_BSD, self.ffn.choose_experts(y_BSD.flatten(0, 1), len(y_BSD))
-
-    def mix_and_route(self, x_BSD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Routing]:
-        """The same from the beginning of the layer: for schedules that run the experts apart.
-
-        The mixer's output is freed before the router runs, which `normalize_and_route(*mix(...))` would hold on to.
-        """
-        assert isinstance(self.ffn, MoeLayer)
-        x_BSD, y_BSD = self.normalize_for_ffn(*self.mix(x_BSD, positions))
-        return x_BSD, y_BSD, self.ffn.choose_experts(y_BSD.flatten(0, 1), len(y_BSD))
-
-    def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Run a function that uses this block's parameters without calling it: FSDP gathers them around this method."""
-        return function(*inputs)
-
-
-def run_layers(
-    layers: Iterable[nn.Module], x_BSD: Tensor, positions: Positions, features: Sequence[Tensor] = ()
-) -> tuple[Tensor, NumberedStats]:
-    """One layer after the other. `activation_memory.py` replaces this where layers are recomputed or offloaded.
-
-    `features` are added behind the first layers, one a layer: what pictures bring to a decoder (deepstack).
-    """
-    router_stats: NumberedStats = []
-    for layer, feature_BSD in zip_longest(layers, features):
-        assert isinstance(layer, Block)
-        x_BSD, stats = layer(x_BSD, positions)
-        if feature_BSD is not None:
-            x_BSD = x_BSD + feature_BSD
-        if stats is not None:
-            router_stats.append((layer.router_number, stats))
-    return x_BSD, router_stats
 
 
 class MtpDepth(nn.Module):
@@ -198,6 +101,8 @@ class Decoder(nn.Module):
         self.num_ahead, self.later_depths = 0, range(0)  # and those for MTP depths; depths that later chunks hold
         self.layers = nn.ModuleDict({str(n): self.make_block(layer) for n, layer in enumerate(spec.layers)})
         self.norm: nn.Module | None = self.make_norm(spec.dim)
+        if spec.streams is not None:
+            self.norm = StreamNorm(spec.streams, spec.dim, spec.norm_eps)
         self.head = None if spec.tied else nn.Linear(spec.dim, spec.vocab, bias=spec.head_bias)
         sets = min(mtp, 1) if spec.mtp_shared else mtp
         self.mtp = nn.ModuleDict({str(n): MtpDepth(self) for n in range(sets)})
@@ -226,7 +131,8 @@ class Decoder(nn.Module):
 
     def make_block(self, layer: Layer) -> Block:
         ffn = None if layer.ffn == "none" else self._make_ffn(layer)
-        block = Block(partial(self.make_norm, self.spec.dim), make_mixer(self.spec, layer, self.make_norm), ffn)
+        parts = partial(self.make_norm, self.spec.dim), make_mixer(self.spec, layer, self.make_norm), ffn
+        block = Block(*parts) if self.spec.streams is None else StreamBlock(*parts, self.spec)
         block.output_scale = torch.ones(1) if self.spec.layer_scale else None
         if isinstance(ffn, MoeLayer) and ffn.routed_scale is not None:
             block.ffn_norm = PlainRMSNorm(self.spec.dim, self.spec.norm_eps)
@@ -236,7 +142,10 @@ class Decoder(nn.Module):
         if layer.ffn == "dense":
             return Mlp(self.spec.dim, self.spec.dense_dim, self.spec.activation)
         assert self.spec.moe is not None
-        return MoeLayer(self.spec.moe, self.spec.dim, self.spec.activation, self.options, self.make_norm)
+        moe = MoeLayer(self.spec.moe, self.spec.dim, self.spec.activation, self.options, self.make_norm)
+        if layer.hashed:
+            moe.router.look_up_tokens(self.spec.vocab)
+        return moe
 
     def run_with_parameters(self, function: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run a function that uses parameters of this chunk without calling it, as `Block.run_with_parameters` does."""
@@ -323,6 +232,7 @@ class Decoder(nn.Module):
         tokens_BS = inputs.targets[ahead].tokens_BS if ahead else inputs.tokens_BS
         embed_BSD: Tensor = self.embed(tokens_BS)
         embed_BSD = embed_BSD if self.spec.embed_scale == 1.0 else embed_BSD * self.spec.embed_scale
+        embed_BSD = repeat_streams(embed_BSD, self.spec.streams)
         if placed_BSD is not None and self.spec.vision is not None:
             is_picture_BS1 = stands_for_image(tokens_BS, self.spec.vision.tokens)[..., None]
             return torch.where(self.shard_hidden(is_picture_BS1), placed_BSD, embed_BSD)

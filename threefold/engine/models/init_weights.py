@@ -46,6 +46,10 @@ def init_weights(model: nn.Module, std: float, seed: int, placements: Mapping[st
                 _draw(module, leaf, parameter, std, f"{seed}/{name}", placement)
         if isinstance(module, Router) and module.balance_bias is not None:
             module.balance_bias.zero_()
+        if isinstance(module, Router) and (table_VK := module.expert_of_token) is not None:
+            # Experts in turn, so that tokens are spread evenly and none has one twice.
+            turn_VK = torch.arange(table_VK.numel(), device=table_VK.device).view_as(table_VK)
+            table_VK.copy_(turn_VK % module.spec.num_experts)
         if isinstance(scale := getattr(module, "output_scale", None), Tensor):
             scale.fill_(1.0)
 

@@ -74,10 +74,11 @@ def make_inputs(
             )
         )
     positions = Positions(shard_sequence(whole.positions_BS), whole.documents_BS, whole.positions_BS)
+    positions.tokens_BS = shard_sequence(tokens_BS)
     if positions_3BS is not None:
         positions.axes_3BS = torch.stack([shard_sequence(axis_BS) for axis_BS in positions_3BS])
     batch, length = tokens_BS.shape
-    return Inputs(shard_sequence(tokens_BS), positions, tuple(targets), images, (batch, length))
+    return Inputs(positions.tokens_BS, positions, tuple(targets), images, (batch, length))
 
 
 def labels_ahead(labels_BS: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.sparse.compressed import CompressedAttention
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.moe.experts import Experts
@@ -25,7 +26,7 @@ _KEPT_IN_BF16 = frozenset(
 def apply_low_precision(model: nn.Module, recipe: Recipe, cache_weights: bool) -> None:
     """Replace layers. With `cache_weights` quantized weights live for a step; it is off where weights are gathered."""
     for module in list(model.modules()):
-        if isinstance(module, GqaAttention | MlaAttention | GatedDelta | Mamba | Mlp):
+        if isinstance(module, CompressedAttention | GqaAttention | MlaAttention | GatedDelta | Mamba | Mlp):
             for name, child in list(module.named_children()):
                 if isinstance(child, nn.Linear) and name not in _KEPT_IN_BF16:
                     setattr(

@@ -11,12 +11,14 @@ from torch import nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.sparse.compressed import CompressedAttention
 from threefold.engine.attention.sparse.sparse_mla import SparseMlaAttention
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.lora import LoraLinear, LoraSettings, is_adapter
 from threefold.engine.model_options import Options
-from threefold.engine.models.decoder import Block, Decoder
+from threefold.engine.models.block import Block
+from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.layer import MoeLayer
 from threefold.spec.parameter_names import is_frozen
 
@@ -26,6 +28,7 @@ _MIXER_LINEARS: dict[type[nn.Module], tuple[str, ...]] = {
     GqaAttention: ("q", "k", "v", "out"),
     MlaAttention: _LATENT_LINEARS,
     SparseMlaAttention: _LATENT_LINEARS,
+    CompressedAttention: ("q_down", "q_up", "kv", "out"),
     GatedDelta: ("qkvz", "out"),
     Mamba: ("in_proj", "out"),
 }

@@ -54,7 +54,7 @@ class CopiedExperts(Experts):
         dim, expert_dim = experts.down.shape[1:]
         biased, activation = experts.gate_up_bias is not None, experts.activation_name
         with torch.device("meta"):
-            super().__init__(slots, dim, expert_dim, biased, activation, experts.backend)
+            super().__init__(slots, dim, expert_dim, biased, activation, experts.backend, experts.glu_limit)
         self._parameters.clear()  # memory comes with `allocate`, and is of no parameter
         self.fusion, self.kernels, self.lora = experts.fusion, experts.kernels, experts.lora
         self.adds_bias = experts.adds_bias

@@ -12,7 +12,7 @@ the way back, and the backward needs no copy of FC2's output.
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -29,7 +29,7 @@ from threefold.engine.kernels.elementwise.topk_router import ChunkStarts
 from threefold.engine.kernels.experts.fused_experts import fused_experts, grouped_experts, sum_by_expert
 from threefold.engine.kernels.experts.kernel_choice import supports_experts
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
-from threefold.engine.layers.mlp import gated_gelu, squared_relu
+from threefold.engine.layers.mlp import gated_gelu, limited_swiglu, squared_relu
 from threefold.engine.lora import LoraSettings
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.spec.stacks import FUSED_ACTIVATIONS
@@ -52,6 +52,10 @@ def clamped_swiglu(gate_up_RX: Tensor) -> Tensor:
 
 def gated_gelu_rows(gate_up_RX: Tensor) -> Tensor:
     return gated_gelu(*gate_up_RX.chunk(2, dim=-1))
+
+
+def limited_swiglu_rows(limit: float, gate_up_RX: Tensor) -> Tensor:
+    return limited_swiglu(limit, *gate_up_RX.chunk(2, dim=-1))
 
 
 ACTIVATIONS = {
@@ -88,9 +92,13 @@ class Experts(nn.Module):
         bias: bool = False,
         activation: str = "silu",
         backend: Backend = "auto",
+        glu_limit: float | None = None,
     ) -> None:
         super().__init__()
-        self.activation, self.backend = ACTIVATIONS[activation], backend
+        self.activation: Callable[[Tensor], Tensor] = (
+            ACTIVATIONS[activation] if glu_limit is None else partial(limited_swiglu_rows, glu_limit)
+        )
+        self.backend, self.glu_limit = backend, glu_limit
         self.activation_name = activation
         fc1_dim = expert_dim if activation in UNGATED else 2 * expert_dim
         self.gate_up = nn.Parameter(torch.empty(num_experts, fc1_dim, dim))

@@ -51,11 +51,13 @@ class MoeLayer(nn.Module):
         self.options = options
         self.router = Router(spec, dim, options.forced_balance)
         self.experts = Experts(
-            spec.num_experts, dim, spec.expert_dim, spec.bias, activation, backend=options.expert_backend
+            *(spec.num_experts, dim, spec.expert_dim, spec.bias, activation),
+            backend=options.expert_backend,
+            glu_limit=spec.glu_limit,
         )
         self.experts.fusion, self.experts.kernels = options.expert_fusion, options.expert_kernels
         self.copies: CopiedExperts | None = None  # of other ranks' experts (shard/expert_parallel.py)
-        self.shared = Mlp(dim, spec.shared_width, activation) if spec.num_shared else None
+        self.shared = Mlp(dim, spec.shared_width, activation, spec.glu_limit) if spec.num_shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if spec.shared_gate else None
         # Gemma 4: what the normed tokens are multiplied by, and the norms of both outputs and of their sum.
         self.routed_scale = nn.Parameter(torch.ones(dim)) if spec.own_norms else None
@@ -65,15 +67,15 @@ class MoeLayer(nn.Module):
         self.out_norm = make_norm(dim) if spec.own_norms else None
         self.dispatcher = LocalDispatcher(spec.num_experts, options.capacity_factor)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, RouterStats]:
-        x_TD = x_BSD.flatten(0, 1)
+    def forward(self, x_BSD: Tensor, *tokens_BS: Tensor) -> tuple[Tensor, RouterStats]:
+        x_TD, tokens_T = x_BSD.flatten(0, 1), [tokens.flatten() for tokens in tokens_BS]
         if self.runs_in_chunks(x_BSD) or self.runs_fused(x_BSD):
             # The router sees all tokens at once: its losses and statistics are those of whole sequences.
-            routing, stats = self.route_and_measure(len(x_BSD), x_TD)
+            routing, stats = self.route_and_measure(len(x_BSD), x_TD, *tokens_T)
             x_TD = x_TD if routing.x_TD is None else routing.x_TD
             y_TD = self.compute_tokens(x_TD, routing.weight_TK, routing.expert_TK, routing.starts)
             return y_TD.view_as(x_BSD), stats
-        routing, state = self.route(x_TD, len(x_BSD))
+        routing, state = self.route(x_TD, len(x_BSD), *tokens_T)
         y_TD = self.dispatch_and_combine(x_TD, routing.weight_TK, state)
         return y_TD.view_as(x_BSD), self.compute_stats(routing, state, len(x_BSD))
 
@@ -91,14 +93,14 @@ class MoeLayer(nn.Module):
         state = dispatcher.make_state(*order) if order else dispatcher.dispatch_preprocess(expert_TK, weight_TK)
         return self.dispatch_and_combine(x_TD, weight_TK, state).view_as(x_BSD), state.num_dropped
 
-    def choose_experts(self, x_TD: Tensor, num_sequences: int) -> Routing:
+    def choose_experts(self, x_TD: Tensor, num_sequences: int, *tokens_T: Tensor) -> Routing:
         """Run the router. It computes the losses of the plan too, where all tokens of a microbatch are on this rank."""
         losses = self.options.router_losses if self.token_group.is_trivial else ()
-        routing: Routing = self.router(x_TD, losses, num_sequences)
+        routing: Routing = self.router(x_TD, losses, num_sequences, *tokens_T)
         return routing
 
-    def route(self, x_TD: Tensor, num_sequences: int = 1) -> tuple[Routing, DispatchState]:
-        routing = self.choose_experts(x_TD, num_sequences)
+    def route(self, x_TD: Tensor, num_sequences: int, *tokens_T: Tensor) -> tuple[Routing, DispatchState]:
+        routing = self.choose_experts(x_TD, num_sequences, *tokens_T)
         return routing, self.dispatcher.dispatch_preprocess(routing.expert_TK, routing.weight_TK)
 
     def dispatch_and_combine(self, x_TD: Tensor, weight_TK: Tensor, state: DispatchState) -> Tensor:
@@ -209,8 +211,8 @@ class MoeLayer(nn.Module):
         row_bytes = x.shape[-1] * x.element_size()
         return chunk_size(x.shape[:-1].numel(), self.router.spec.top_k * row_bytes, self.options.ffn_chunk)
 
-    def route_and_measure(self, num_sequences: int, x_TD: Tensor) -> tuple[Routing, RouterStats]:
-        routing = self.choose_experts(x_TD, num_sequences)
+    def route_and_measure(self, num_sequences: int, x_TD: Tensor, *tokens_T: Tensor) -> tuple[Routing, RouterStats]:
+        routing = self.choose_experts(x_TD, num_sequences, *tokens_T)
         num_dropped = torch.zeros((), dtype=torch.long, device=x_TD.device)
         return routing, compute_router_stats(
             routing, num_sequences, self.options.router_losses, num_dropped, self.token_group

@@ -61,7 +61,10 @@ class Routing:
 
 
 def expert_scores(logits_TE: Tensor, score: str) -> Tensor:
-    """The score of every expert: a softmax over experts, or a sigmoid of each logit (DeepSeek-V3)."""
+    """The score of every expert: a softmax over experts, or of each logit a sigmoid (DeepSeek-V3) or the root of a
+    softplus (DeepSeek-V4)."""
+    if score == "sqrtsoftplus":
+        return F.softplus(logits_TE).sqrt()
     return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(dim=-1)
 
 
@@ -69,6 +72,7 @@ class Router(nn.Module):
     """The gate of an MoE layer: logits, top-k choice with optional groups, and weights."""
 
     balance_bias: Tensor | None
+    expert_of_token: Tensor | None  # the experts of each token id, (V, K), where they are looked up
     expert_group_rank = 0  # this rank in the ep x etp group; forced balancing starts at another expert on each rank
 
     def __init__(self, spec: MoeSpec, dim: int, forced_balance: bool = False) -> None:
@@ -81,9 +85,23 @@ class Router(nn.Module):
         # The aux-loss-free rule changes the bias, not a gradient. It is fp32 because its steps vanish in bf16.
         bias_E = torch.zeros(spec.num_experts, dtype=torch.float32) if spec.balance_bias else None
         self.register_buffer("balance_bias", bias_E)
+        self.register_buffer("expert_of_token", None)
 
-    def forward(self, x_TD: Tensor, losses: tuple[str, ...] = (), num_sequences: int = 1) -> Routing:
+    def look_up_tokens(self, vocab: int) -> None:
+        """Choose experts by token id from now on: by a table of the checkpoint that is not trained."""
+        self.expert_of_token = torch.zeros(vocab, self.spec.top_k, dtype=torch.long)
+        self.balance_bias = None
+
+    def forward(
+        self, x_TD: Tensor, losses: tuple[str, ...] = (), num_sequences: int = 1, tokens_T: Tensor | None = None
+    ) -> Routing:
         """Route tokens. The fused kernels compute those of `losses` that they know, for sequences of equal lengths."""
+        if self.expert_of_token is not None:
+            assert tokens_T is not None
+            logits_TE = self.logits(x_TD)
+            scores_TE = expert_scores(logits_TE, self.spec.score)
+            expert_TK = self._round_robin(x_TD) if self.forced_balance else self.expert_of_token[tokens_T]
+            return Routing(self.expert_weights(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
         if self.input_scale is not None:
             x_TD = x_TD * (self.input_scale * x_TD.shape[-1] ** -0.5)
         routing = self._choose_and_weigh(x_TD, losses, num_sequences)
@@ -97,7 +115,7 @@ class Router(nn.Module):
 
     def _choose_and_weigh(self, x_TD: Tensor, losses: tuple[str, ...], num_sequences: int) -> Routing:
         options = self._router_options(len(x_TD), losses, num_sequences)
-        fits = options.fits(self.spec.num_experts) and self.spec.score != "sparsemixer"
+        fits = options.fits(self.spec.num_experts) and self.spec.score in ("softmax", "sigmoid")
         if fits and self.bias is None and self._gemm_is_fused(x_TD):
             return self._fused_routing(route_tokens(x_TD, self.weight, self.balance_bias, options))
         logits_TE = self.logits(x_TD)

@@ -161,7 +161,12 @@ class Pipelined:
         local_seq_len = job.seq_len // (layout.cp * layout.tp)
 
         def boundary_shape(number: int) -> tuple[int, ...]:
-            return num_hidden_states(plan.model, plan.chunks, number), job.micro_batch, local_seq_len, plan.model.dim
+            return (
+                num_hidden_states(plan.model, plan.chunks, number),
+                job.micro_batch,
+                local_seq_len,
+                plan.model.stream_dim,
+            )
 
         # FSDP reduces gradients when the backward leaves a module, so that none may come later.
         delay, overlap = plan.knobs.data_parallel == "zero1", plan.knobs.ep_overlap

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.offload import LayerOffloads
 from threefold.engine.dispatch.local import LocalDispatcher
-from threefold.engine.models.decoder import Block, Decoder, MtpDepth
+from threefold.engine.models.block import Block
+from threefold.engine.models.decoder import Decoder, MtpDepth
 from threefold.engine.models.inputs import Inputs
 from threefold.engine.moe.balance import RouterStats, attach_loss
 from threefold.engine.moe.layer import MoeLayer

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from threefold.engine.attention.gated_delta import GatedDelta
 from threefold.engine.attention.gqa import GqaAttention
 from threefold.engine.attention.mla import MlaAttention
+from threefold.engine.attention.sparse.compressed import CompressedAttention
 from threefold.engine.attention.state_space.mamba import Mamba
 from threefold.engine.autograd.linear import linear
 from threefold.engine.autograd.recompute import is_recomputed, recompute_output
@@ -37,6 +38,7 @@ from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.projection_norm import NormShard, ProjectionNorm
 from threefold.engine.lora import LORA_A, LORA_B, LoraLinear, add_low_rank
+from threefold.engine.models.block import StreamBlock
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.precision.low_precision_linear import LowPrecisionLinear, low_precision_linears
 
@@ -224,7 +226,9 @@ def shard_tensors(model: Decoder, mesh: Mesh, overlap: bool) -> dict[str, Placem
             shard_parameter(model.get_submodule(owner), leaf, placements[full])
         if isinstance(module, GqaAttention):
             _share_projection_norms(module, group)
-        if isinstance(module, MlaAttention):
+        if isinstance(module, StreamBlock):
+            module.shard_tokens = partial(_take_shard, group)
+        if isinstance(module, MlaAttention | CompressedAttention):
             module.gather_latents = partial(gather_along, group=group, dim=-2)
         elif isinstance(module, GqaAttention | GatedDelta | Mamba | Mlp):
             module.input_linears = partial(all_gather_linears if overlap else _gather_then_apply, group=group)
@@ -281,6 +285,9 @@ def _parameter_shards(module: nn.Module, model: Decoder, group: Group) -> Parame
     elif isinstance(module, MlaAttention):
         up = "q.weight" if module.spec.q_rank is None else "q_up.weight"
         for name, dim in ((up, 0), ("kv_up.weight", 0), ("out.weight", 1)):
+            yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
+    elif isinstance(module, CompressedAttention):
+        for name, dim in (("q_up.weight", 0), ("sinks", 0), ("group_down", 0), ("out.weight", 1)):
             yield name, dim, [_even_range(module, name, dim, rank, degree)], 1
     elif isinstance(module, GatedDelta):
         yield from _delta_shards(module, rank, degree)

@@ -10,7 +10,8 @@ Shapes: E experts, D model dim, H expert dim, X = 2H (gate and up), W convolutio
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -39,6 +40,26 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
 
     The first layout is the one that is written. Others are the stacked experts of newer transformers, and MXFP4.
     """
+    found = layouts_in_memory(name, spec)
+    return [*(_renamed(found[0], table) for table in names_of(spec.family).stored_as), *found]
+
+
+def _renamed(layout: Layout, table: Sequence[tuple[str, str]]) -> Layout:
+    """The layout under the names of a kind of checkpoint."""
+
+    def rename(tensor: HfTensor) -> HfTensor:
+        key = tensor.key
+        for pattern, stored in table:
+            key = re.sub(pattern, stored, key)
+        return replace(tensor, key=key)
+
+    if isinstance(layout, TensorsOfExperts):
+        return TensorsOfExperts(len(layout), lambda number: rename(layout[number]))
+    return [rename(tensor) for tensor in layout]
+
+
+def layouts_in_memory(name: str, spec: ModelSpec) -> list[Layout]:
+    """The layouts by the names of the family: those of transformers in memory, where checkpoints have others."""
     if name.startswith("head."):
         return [[HfTensor(f"lm_{name}")]]
     if spec.vision is not None and is_encoder_name(name):
@@ -48,6 +69,8 @@ def hf_layouts(name: str, spec: ModelSpec) -> list[Layout]:
     if names.published_with_pictures:
         prefixes.append("model.language_model.")
     part, _, leaf = name.partition(".")
+    if own := names.own.get(name):
+        return [[HfTensor(f"{model}{own}")] for model in prefixes]
     if part in ("embed", "norm"):
         return [[HfTensor(f"{model}{names.embed if part == 'embed' else names.norm}.{leaf}")] for model in prefixes]
     if match := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
@@ -102,7 +125,7 @@ def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> lis
     part, _, inner = rest.partition(".")
     names = names_of(spec.family)
     if own := names.own.get(rest):
-        return [[HfTensor(f"{prefix}{own}")]]
+        return [[HfTensor(f"{prefix}{own}", merge=0 if rest == "mixer.group_down" else None)]]
     if part in ("mixer_norm", "ffn_norm"):
         return [[HfTensor(f"{prefix}{names.layer_norms[part == 'ffn_norm']}.{inner}")]]
     if part == "mixer":

@@ -122,7 +122,7 @@ def _check(hf_tensor: HfTensor, tensor: Tensor, checkpoint: SafetensorsFolder) -
         yield finding(f"{key} has shape {found}, the model wants {expected}", "use the config.json beside it")
     elif scale is not None:
         yield from _check_fp8_scale(key, scale, checkpoint)
-    elif checkpoint.dtype(key) not in _PLAIN:
+    elif checkpoint.dtype(key) not in (_PLAIN if tensor.is_floating_point() else ("I64", "I32")):
         problem = f"{key} is stored as {checkpoint.dtype(key)} without a known scale"
         yield finding(problem, "use the bf16, block-fp8 or MXFP4 checkpoint")
 

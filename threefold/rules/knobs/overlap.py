@@ -137,6 +137,19 @@ def ep_overlap_needs_vpp(plan: Plan) -> Iterator[Finding]:
     yield Finding(at="layout.vpp", problem=problem, fixes=chunks, resort=_OFF)
 
 
+@rule(target="threefold")
+def ep_overlap_excludes_streams(plan: Plan) -> Iterator[Finding]:
+    """EP overlap runs layers with one residual stream.
+
+    Why: the pass that cuts a layer at its exchanges carries one stream across them, and no weights of streams.
+    Confirm: `threefold models NAME`: streams.
+    Fix: leave the overlap out.
+    """
+    if plan.knobs.ep_overlap and plan.model.streams is not None:
+        problem = f"EP overlap with the {plan.model.streams.count} residual streams of {plan.model.name}"
+        yield Finding(at="knobs.ep_overlap", problem=problem, fix=_OFF)
+
+
 @rule(rows="EO-V8 EO-D6", refused_in=(BRIDGE_COMM_OVERLAP, "disable full recomputation when enabling"))
 def ep_overlap_excludes_full_recompute(plan: Plan) -> Iterator[Finding]:
     """EP overlap and full recompute exclude each other.

@@ -12,7 +12,7 @@ from threefold.plan.plan import Plan
 from threefold.remedies.recompute_sets import fitting_sets
 from threefold.rules.base import older, rule, without
 from threefold.rules.layout.batch import batch_step, can_be_priced, pays
-from threefold.spec.model import MlaSpec
+from threefold.spec.model import CompressedSpec, MlaSpec
 from threefold.spec.tensor_parallel import tp_fits
 from threefold.units import format_many, format_tokens
 
@@ -244,8 +244,8 @@ def cp_a2a_divides_heads(plan: Plan) -> Iterator[Finding]:
         problem = f"{delta_heads} key heads of the delta rule do not divide into {layout.tp * layout.cp} shares"
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p"})
         return
-    for attention in (model.attention, model.local_attention):
-        if attention and shards > layout.tp and (attention.num_heads % shards or attention.num_kv_heads % shards):
+    for attention in model.attention_kinds:
+        if shards > layout.tp and (attention.num_heads % shards or attention.num_kv_heads % shards):
             heads = f"{attention.num_heads} heads and {attention.num_kv_heads} key/value heads"
             yield Finding(
                 at="knobs.cp_comm",
@@ -316,11 +316,12 @@ def cp_comm_per_layer(plan: Plan) -> Iterator[Finding]:
 
 @rule(target="threefold")
 def sparse_attention_on_whole_sequences(plan: Plan) -> Iterator[Finding]:
-    """Attention to keys that an indexer chooses is not spread over context-parallel ranks.
+    """Attention to keys that an indexer chooses, or to entries of several tokens, is not spread over context-parallel
+    ranks.
 
     Why: an indexer scores the keys of the whole sequence for each query, and the engine exchanges neither the
-        indexer's keys nor the keys that it chose.
-    Confirm: layout.cp; `threefold models` shows which models have an indexer.
+        indexer's keys nor the keys that it chose. Tokens of one entry (DeepSeek-V4) may lie on two ranks.
+    Confirm: layout.cp; `threefold models` shows which models have an indexer or compressed attention.
     Fix: CP 1; TP shards the heads of long sequences.
     """
     if plan.layout.cp > 1 and _needs_whole_sequences(plan):
@@ -331,4 +332,5 @@ def sparse_attention_on_whole_sequences(plan: Plan) -> Iterator[Finding]:
 def _needs_whole_sequences(plan: Plan) -> bool:
     """Whether the engine has no context parallelism for the model's attention."""
     spec = plan.model.attention
-    return plan.target == "threefold" and isinstance(spec, MlaSpec) and spec.indexer is not None
+    has_indexer = isinstance(spec, CompressedSpec) or (isinstance(spec, MlaSpec) and spec.indexer is not None)
+    return plan.target == "threefold" and has_indexer

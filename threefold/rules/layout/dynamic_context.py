@@ -78,7 +78,7 @@ def _refused(plan: Plan) -> Iterator[tuple[str, str, dict[str, Any]]]:
             f"{knobs.dispatcher}, whose buffers take equally many tokens on all ranks",
             {"knobs.dispatcher": "alltoall"},
         )
-    scalings = [a.rope_scaling for a in (plan.model.attention, plan.model.local_attention) if a is not None]
+    scalings = [attention.rope_scaling for attention in plan.model.attention_kinds]
     if any(scaling is not None and scaling.depends_on_length for scaling in scalings):
         yield "knobs.cp_dynamic", "rotary frequencies that depend on the longest document of a microbatch", OFF
     if plan.is_vlm:

@@ -126,7 +126,7 @@ def cp_ring_leaves_domain(plan: Plan) -> Iterator[Finding]:
 
 def _heads_divide(plan: Plan, shards: int) -> bool:
     """Whether each of so many ranks gets whole heads of every kind of attention."""
-    kinds = [spec for spec in (plan.model.attention, plan.model.local_attention) if spec]
+    kinds = plan.model.attention_kinds
     return bool(kinds) and all(spec.num_heads % shards == spec.num_kv_heads % shards == 0 for spec in kinds)
 
 

@@ -1,11 +1,12 @@
 """The model families that we know, one file each. A new one is a file, and a line here."""
 
 from threefold.spec.families.deepseek import DEEPSEEK_V3_FAMILY, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA
+from threefold.spec.families.deepseek_v4 import DEEPSEEK_V4
 from threefold.spec.families.dots1 import DOTS1
 from threefold.spec.families.ernie4_5_moe import ERNIE4_5_MOE
 from threefold.spec.families.exaone_moe import EXAONE_MOE
 from threefold.spec.families.gemma4 import GEMMA4
-from threefold.spec.families.glm4_moe import GLM4_MOE
+from threefold.spec.families.glm4_moe import GLM4_MOE, SOLAR_OPEN
 from threefold.spec.families.gpt_oss import GPT_OSS
 from threefold.spec.families.granitemoe import GRANITEMOE
 from threefold.spec.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
@@ -18,7 +19,6 @@ from threefold.spec.families.phimoe import PHIMOE
 from threefold.spec.families.qwen2_moe import QWEN2_MOE
 from threefold.spec.families.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL_MOE
 from threefold.spec.families.qwen3_next import QWEN3_NEXT_FAMILY, QWEN35
-from threefold.spec.families.solar_open import SOLAR_OPEN
 from threefold.spec.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -34,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         NEMOTRON_H,
         GLM_MOE_DSA,
         DEEPSEEK_V32,
+        DEEPSEEK_V4,
         GEMMA4,
         LLAMA,
         QWEN3,

@@ -40,7 +40,7 @@ def _norms(model: ModelSpec, layer: Layer, recomputed: bool, input_bytes: float)
 
 def _mixer(model: ModelSpec, layer: Layer, recompute: frozenset[str], input_bytes: float) -> float:
     """What the mixer saves: attention (GQA or MLA), the gated delta rule, or Mamba."""
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    spec = model.attention_of(layer)
     if layer.mixer == "mamba" and model.mamba:
         m = model.mamba
         channels = m.inner_dim + 2 * m.num_groups * m.state_dim
@@ -54,7 +54,7 @@ def _mixer(model: ModelSpec, layer: Layer, recompute: frozenset[str], input_byte
         states = d.num_v_heads * d.k_dim * d.v_dim * FP32 / 64
         norm_out = 0 if "gdn_norm_out" in recompute else input_bytes * d.values + BF16 * d.values
         return BF16 * (2 * channels + d.values + 4 * d.num_v_heads) + norm_out + states
-    if layer.mixer not in ("attention", "window") or spec is None:
+    if spec is None:
         return 0.0
     if isinstance(spec, MlaSpec):
         return _mla(spec, recompute, input_bytes)

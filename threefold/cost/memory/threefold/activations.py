@@ -20,10 +20,11 @@ from threefold.cost.memory.threefold.timelines.norm_inputs import (
 )
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import delta_saved_bytes, mamba_saved_bytes
 from threefold.cost.stage_contents import first_gradient_in
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.model import CompressedSpec, GqaSpec, Layer, MlaSpec
 from threefold.spec.stacks import FUSED_ACTIVATIONS
 
-_SAVED_BY_EXPERTS = {"clamped swiglu": 8.0, "relu2": 3.0}  # tensors of the expert width; 5 with silu
+# Tensors of the expert width; 5 with silu.
+_SAVED_BY_EXPERTS = {"clamped swiglu": 8.0, "relu2": 3.0, "limited silu": 7.0}
 
 
 def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
@@ -32,7 +33,7 @@ def layer_activations(local: LocalSizes, layer: Layer) -> Terms:
     if begins == "none":
         return {}
     if "full" in local.recompute:
-        inputs = local.element_bytes * local.model.dim * local.tokens * local.recompute_units_per_layer
+        inputs = local.residual_bytes * local.recompute_units_per_layer
         outputs = saved_output_bytes(local, layer)
         return {"norms": inputs} | ({"attention": outputs} if outputs else {})
     if begins != "input":
@@ -106,13 +107,23 @@ def _norm(local: LocalSizes, exists: bool, output_bytes: float) -> float:
     if not exists:
         return 0.0
     dim = local.model.dim
-    return local.tokens * (norm_bytes(local, dim) + output_bytes * dim)
+    return local.tokens * (norm_bytes(local, dim) + output_bytes * dim) + stream_bytes(local)
+
+
+def stream_bytes(local: LocalSizes) -> float:
+    """What a part of a layer saves around several residual streams: all of them before it, the weights of the write
+    and its output. What the weights are computed from is recomputed, and so is the norm's input with the norm."""
+    streams = local.model.streams
+    if streams is None:
+        return 0.0
+    output = local.element_bytes * local.model.dim * (0 if "layernorm" in local.recompute else 1)
+    return local.residual_bytes + local.tokens * (output + FP32 * streams.num_weights)
 
 
 def mixer_saves_norm(local: LocalSizes, layer: Layer) -> bool:
     """Whether the mixer's first GEMM saves the norm's output. A tensor-parallel module saves what it gathered instead;
     MLA gathers after its down projections."""
-    is_mla = layer.mixer == "attention" and isinstance(local.model.attention, MlaSpec)
+    is_mla = isinstance(local.model.attention_of(layer), MlaSpec | CompressedSpec)
     if "mixer" not in local.saved_inputs:
         return False
     return "layernorm" not in local.recompute and (is_mla or not local.gathers_sequence)
@@ -169,12 +180,14 @@ def mixer_bytes(local: LocalSizes, layer: Layer) -> float:
     if layer.mixer == "delta" and model.delta:
         adapters = local.adapter_bytes("attention", 2, local.gathered_tokens)
         return gathered_input_bytes(local, "mixer") + adapters + delta_saved_bytes(local, model.delta)
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
-    if layer.mixer not in ("attention", "window") or spec is None:
+    spec = model.attention_of(layer)
+    if spec is None:
         return 0.0
     if isinstance(spec, MlaSpec):
         return _mla(local, spec)
     adapters = local.adapter_bytes("attention", 4, local.gathered_tokens)
+    if isinstance(spec, CompressedSpec):
+        return _compressed(local, spec) + adapters
     saved = gathered_input_bytes(local, "mixer") + _gqa(local, spec) * local.gathered_tokens
     return saved + out_norm_bytes(local, spec) + adapters
 
@@ -203,6 +216,24 @@ def _gqa(local: LocalSizes, spec: GqaSpec) -> float:
     if local.is_16_bit and not local.has_fused_kernels:
         saved += 4 * b * spec.rope_dim / 2
     return saved + (INT64 if spec.sinks else 0)
+
+
+def _compressed(local: LocalSizes, spec: CompressedSpec) -> float:
+    """Latents and keys before their norms and after, what entries are pooled from and the weights for it, queries
+    before their norm and turned, outputs as they come and turned back, and all groups' outputs."""
+    b, s, t, head = local.element_bytes, local.gathered_tokens, local.tokens, spec.head_dim
+    q, heads = spec.q_dim / local.tp, spec.num_heads / local.tp
+    core = 0.0 if "core_attn" in local.recompute else 2 * b * q + FP32 * heads
+    saved = b * (2 * q + head + spec.out_groups * spec.out_rank / local.tp) + FP32 * heads + core
+    tables = 3 * b * spec.rope_dim if local.is_16_bit else 0
+    # With TP all latents are gathered side by side, and what reads one of them saves all.
+    saved += b * (spec.q_rank + head + 2 * spec.pooled_columns if local.gathers_sequence else spec.q_rank) + tables
+    if spec.rate:
+        pooled = b if not spec.overlaps and local.gathers_sequence else 2 * b
+        saved += (pooled + FP32) * spec.pooled_columns + 2 * b * head / spec.rate
+    if spec.indexer is not None:
+        saved += FP32 * min(spec.indexer.top_k, local.plan.job.seq_len // spec.rate)
+    return saved * s + b * (spec.q_rank + head) * t
 
 
 def _mla(local: LocalSizes, spec: MlaSpec) -> float:
@@ -288,6 +319,7 @@ def mlp_bytes(local: LocalSizes, module: str, hidden: float, with_input: bool) -
     Without a gate, the positive part of up and its square. `module` is mlp or shared."""
     is_fused = local.has_fused_kernels and local.model.activation in FUSED_ACTIVATIONS
     num_saved = (2 if is_fused else 3) if local.model.glu else 1
+    num_saved += 2 if local.model.activation == "limited silu" else 0
     product = local.gemm_input_bytes if f"{module}_product" in local.saved_inputs else 0.0
     saved = (num_saved * local.element_bytes + product) * hidden / local.tp * local.gathered_tokens
     saved += local.adapter_bytes(

@@ -125,7 +125,7 @@ def _mixer(local: LocalSizes, layer: Layer) -> float:
     model, s, t, dim = local.model, local.gathered_tokens, local.tokens, local.model.dim
     i, b, g = local.gemm_input_bytes, local.element_bytes, _grad_bytes(local)
     from_norm = b if "layernorm" in local.recompute else i  # a recomputed input is kept unquantized
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    spec = model.attention_of(layer)
     if local.overlaps_tp and not (layer.mixer == "attention" and isinstance(spec, MlaSpec)):
         return 0.0
     if layer.mixer == "delta" and model.delta:
@@ -135,7 +135,7 @@ def _mixer(local: LocalSizes, layer: Layer) -> float:
     if layer.mixer == "mamba" and model.mamba:
         inner, projected = model.mamba.inner_dim / local.tp, model.mamba.projected_dim / local.tp
         return (from_norm * dim + i * inner + g * (projected + dim)) * s
-    if layer.mixer not in ("attention", "window") or spec is None:
+    if spec is None:
         return 0.0
     if isinstance(spec, GqaSpec):
         q, kv = spec.q_dim / local.tp, max(1.0, spec.num_kv_heads / local.tp) * spec.head_dim
@@ -157,8 +157,8 @@ def _mixer(local: LocalSizes, layer: Layer) -> float:
 def output_projection_bytes(local: LocalSizes, layer: Layer) -> float:
     """What the output projection keeps beside tensors that attention's backward needs anyhow: the gathered or quantized
     gradient of its output and, over context-parallel ranks, its own copy of attention's output."""
-    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
-    if layer.mixer not in ("attention", "window") or spec is None or local.overlaps_tp:
+    spec = local.model.attention_of(layer)
+    if spec is None or local.overlaps_tp:
         return 0.0
     values = spec.num_heads * (spec.v_dim if isinstance(spec, MlaSpec) else spec.head_dim) / local.tp
     is_apart = local.gathers_sequence or bool(local.quantized_bytes)

@@ -121,8 +121,8 @@ def _without_experts(plan: Plan, layer: Layer | None) -> float:
 def _weights_after_core(plan: Plan, layer: Layer) -> float:
     """Weights of a layer after the core of its mixer, without the routed experts."""
     model = plan.model
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
-    if layer.mixer not in ("attention", "window") or spec is None:
+    spec = model.attention_of(layer)
+    if spec is None:
         return 0.0
     values = spec.num_heads * (spec.v_dim if isinstance(spec, MlaSpec) else spec.head_dim)
     ffn = dense_params(model) if layer.ffn == "dense" else shared_params(model) if layer.ffn == "moe" else 0

@@ -110,7 +110,7 @@ def _layer_transients(
     is_alone = "full" not in local.recompute or (layer.ffn == "moe" and local.expert_chunk_fraction < 1)
     return LayerTransients(
         forward=forward,
-        second_forward=second + ffn - is_alone * local.element_bytes * local.model.dim * local.tokens,
+        second_forward=second + ffn - is_alone * local.residual_bytes,
         ffn_backward=_ffn_backward_steps(local, layer, splits),
         mixer_backward=mixer_backward_transients(local, layer) if begins == "input" else 0.0,
         ffn_recomputed=ffn,
@@ -161,7 +161,7 @@ def _recomputed_bytes(local: LocalSizes, layer: Layer, saved: Terms) -> tuple[fl
     made = recomputed_activations(local, layer, local.without_recompute)
     ffn = sum(made.get(name, 0.0) - saved.get(name, 0.0) for name in _FFN_TERMS)
     mixer = made.get("attention", 0.0) - saved.get("attention", 0.0)
-    row = local.element_bytes * local.model.dim * local.tokens
+    row = local.residual_bytes
     if "full" in local.recompute:
         norms = made["norms"] - saved.get("norms", 0.0)
         return ffn + mixer + norms - late_recomputed_bytes(local, layer, local.without_recompute), mixer + row
@@ -271,7 +271,7 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> 
         "a backward": {"workspace": max(sizes.ffn_backward.values()), "recompute": sizes.ffn_recomputed},
     }
     if layer.ffn == "moe" and local.recompute & {"moe", "full"}:
-        row = local.element_bytes * local.model.dim * local.tokens
+        row = local.residual_bytes
         added["a second forward"] = {"workspace": row + early_grad_rows(local), "recompute": sizes.second_forward}
     if layer.ffn == "dense" and local.quantized_bytes and local.recompute & {"mlp", "full"}:
         # The activated product, the same quantized for the last GEMM, and its result.
@@ -356,7 +356,7 @@ def _freed_at_ends(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> 
     """What the last norm and multi-token prediction save, which is freed when the backward is at a decoder layer."""
     if chunk.mtp and not position.is_before_mtp:
         return {}
-    row = local.element_bytes * local.model.dim * local.tokens
+    row = local.residual_bytes
     return {"norms": row * (chunk.loss + 4 * chunk.mtp), "embedding": row * chunk.mtp}
 
 

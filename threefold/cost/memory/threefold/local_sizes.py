@@ -13,7 +13,7 @@ from threefold.cost.delta_rule import last_cp_comm
 from threefold.cost.format_support import uses_fused_experts
 from threefold.cost.trained_weights import gemms_per_weight, saved_inputs
 from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, MlaSpec, ModelSpec
+from threefold.spec.model import CompressedSpec, GqaSpec, MlaSpec, ModelSpec
 from threefold.units import GIB
 
 FP32, INT64 = 4, 8  # bytes
@@ -143,6 +143,11 @@ class LocalSizes:
     def tokens(self) -> float:
         """Tokens that the rank holds between modules (sequence parallel)."""
         return self.gathered_tokens / self.tp
+
+    @property
+    def residual_bytes(self) -> float:
+        """The residual stream between layers, or all streams of a model with several."""
+        return self.element_bytes * self.model.stream_dim * self.tokens
 
     @property
     def dispatched_rows(self) -> float:
@@ -280,5 +285,5 @@ def for_layer(local: LocalSizes, layer: object) -> LocalSizes:
 
 
 def is_sparse(spec: GqaSpec | MlaSpec) -> bool:
-    """Whether queries read the keys that an indexer chose."""
-    return isinstance(spec, MlaSpec) and spec.indexer is not None
+    """Whether queries read the keys that an indexer chose, or entries of several tokens."""
+    return isinstance(spec, CompressedSpec) or (isinstance(spec, MlaSpec) and spec.indexer is not None)

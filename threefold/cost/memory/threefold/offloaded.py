@@ -82,7 +82,7 @@ class OffloadedActivations:
         """What is counted here of the input of a pipeline chunk whose first layer this is. It stays on the device: the
         chunk holds what it has received for the gradient that it sends back."""
         is_received = local.plan.layout.pp > 1 and not chunk.embedding and "attn_norm" in self.modules
-        return local.element_bytes * local.model.dim * local.tokens if is_received else 0.0
+        return local.residual_bytes if is_received else 0.0
 
 
 NOTHING_OFFLOADED = OffloadedActivations()
@@ -146,7 +146,7 @@ def _saved_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
 
 def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
     model, b = local.model, local.element_bytes
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    spec = model.attention_of(layer)
     if layer.mixer == "delta" and model.delta:
         output = 0.0
         if "gdn_norm_out" not in local.recompute:
@@ -159,7 +159,7 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
         yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
         yield _attention(mixer_bytes(local, layer) - gathered_input_bytes(local, "mixer") - output, "core_attn")
         yield _attention(output, "attn_proj")
-    elif layer.mixer in ("attention", "window") and isinstance(spec, MlaSpec):
+    elif isinstance(spec, MlaSpec):
         # Latents as ranks exchange them are saved by attention over ranks.
         exchanged = exchanged_latent_bytes(local, spec) if local.plan.exchanges_latents else 0.0
         yield _attention(mla_latent_bytes(local, spec) - exchanged, "qkv_linear")
@@ -167,7 +167,7 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
         if "mla_up_proj" not in local.recompute:
             yield _attention(mla_up_bytes(local, spec), "core_attn")
         yield from _core_attention_tensors(local, spec, spec.num_heads * spec.v_dim / local.tp)
-    elif layer.mixer in ("attention", "window") and isinstance(spec, GqaSpec):
+    elif isinstance(spec, GqaSpec):
         yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
         yield from _gqa_tensors(local, spec)
         yield _attention(out_norm_bytes(local, spec), "attn_proj")

@@ -102,7 +102,7 @@ class PeakFinder:
         head = head_gradient_bytes(self.local, contents)
         body = max(0.0, late_gradient_bytes(self.local, contents, gradients) - head)
         parts = [body * len(chunk) / max(1, sum(map(len, layers))) for chunk in layers]
-        are_late, row = bool(body or head), self.local.element_bytes * self.local.model.dim * self.local.tokens
+        are_late, row = bool(body or head), self.local.residual_bytes
         points: dict[tuple[int, str, bool], list[tuple[float, PeakPoint]]] = {}
         casts_shards, at_model_end = self.local.reduced_bytes != FP32, self._at_model_end(contents)
         best: tuple[float, Peak] | None = None
@@ -141,7 +141,7 @@ class PeakFinder:
     def held_inputs(self, contents: StageContents) -> list[float]:
         """Bytes that each chunk holds of inputs for one microbatch, if nothing else counts them, less those of layers'
         inputs that lie in graphs."""
-        held, row = [], self.local.element_bytes * self.local.model.dim * self.local.tokens
+        held, row = [], self.local.residual_bytes
         for chunk in contents.chunks:
             first = next(iter(chunk_layers(self.plan, chunk)), NO_LAYER)
             received = self.offloaded.get(first, NOTHING_OFFLOADED).received_input_bytes(self.local, chunk)

@@ -213,7 +213,7 @@ def mixer_backward_transients(local: LocalSizes, layer: Layer) -> float:
         return mamba_backward_peak(local, local.model.mamba)
     if layer.mixer == "delta" and local.model.delta:
         return delta_backward_peak(local, local.model.delta)
-    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    spec = local.model.attention_of(layer)
     if spec is None:
         return 0.0
     b, heads = local.element_bytes, spec.num_heads / local.tp

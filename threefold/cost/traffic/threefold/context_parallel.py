@@ -27,7 +27,7 @@ def context_parallel_calls(plan: Plan, layer: Layer, cp_comm: str, sizes: Microb
     if layer.mixer == "mamba" and plan.model.mamba:
         yield from _mamba_calls(plan, plan.model.mamba, cp_comm, sizes)
         return
-    spec = plan.model.local_attention if layer.mixer == "window" else plan.model.attention
+    spec = plan.model.attention_of(layer)
     if spec is None:
         return
     cp = plan.layout.cp

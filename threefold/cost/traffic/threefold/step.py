@@ -112,7 +112,7 @@ def _pipeline_calls(plan: Plan, sizes: MicrobatchSizes) -> Iterator[Call]:
         num_states += chunk.mtp
         if chunk_rank(number, layout.pp, v_shaped) != chunk_rank(number + 1, layout.pp, v_shaped):
             states = num_states + num_picture_states_behind(plan, number)
-            yield from [("pp", "send", states * sizes.tokens * plan.model.dim * sizes.element_bytes)] * 2
+            yield from [("pp", "send", states * sizes.tokens * plan.model.stream_dim * sizes.element_bytes)] * 2
 
 
 def _step_calls(plan: Plan) -> Iterator[Call]:

@@ -16,7 +16,7 @@ from threefold.cost.traffic.threefold.calls import (
 )
 from threefold.cost.trained_weights import saved_inputs
 from threefold.plan.plan import Plan
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.model import CompressedSpec, GqaSpec, Layer, MlaSpec
 
 # Logits in fp32 that the loss holds at a time, in whole tiles of tokens.
 _LOGITS_BYTES = {"cpu": 256 * 2**20}
@@ -28,8 +28,14 @@ def tensor_parallel_calls(plan: Plan, layer: Layer, sizes: MicrobatchSizes) -> I
     """A sharded module gathers the sequence (MLA only its latents) and scatters the sum of its outputs."""
     tp, model = plan.layout.tp, plan.model
     column = sizes.tokens * sizes.element_bytes
-    spec = model.attention
-    if layer.mixer == "attention" and isinstance(spec, MlaSpec):
+    spec = model.attention_of(layer)
+    if isinstance(spec, CompressedSpec):
+        yield from gather_both_ways("tp", tp, column * (spec.q_rank + spec.head_dim + 2 * spec.pooled_columns))
+        if (index := spec.indexer) is not None:  # what its entries are pooled from, and its weights
+            pooled = index.head_dim * (4 if spec.overlaps else 2)
+            yield from all_gather("tp", tp, column * (pooled + index.num_heads))
+        yield from _around_gemm(plan, column * model.dim)
+    elif isinstance(spec, MlaSpec):
         latents = (spec.q_rank or model.dim) + spec.kv_rank + spec.rope_dim
         yield from gather_both_ways("tp", tp, column * latents)
         if spec.indexer is not None:  # its keys and weights, which have no gradient
@@ -37,7 +43,7 @@ def tensor_parallel_calls(plan: Plan, layer: Layer, sizes: MicrobatchSizes) -> I
         yield from _around_gemm(plan, column * model.dim)
     elif layer.mixer != "none":
         yield from 2 * _around_gemm(plan, column * model.dim)
-    if layer.mixer == "attention" and isinstance(spec, GqaSpec) and spec.qk_norm_over == "projection":
+    if isinstance(spec, GqaSpec) and spec.qk_norm_over == "projection":
         # The squares of a token's queries and of its keys, and one number of each one's gradient.
         yield from 4 * all_reduce("tp", tp, sizes.sum_bytes * sizes.tokens * tp)
     for _ in range((layer.ffn == "dense") + _has_shared_experts(plan, layer)):

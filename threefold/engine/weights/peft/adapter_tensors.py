@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from threefold.engine.lora import LORA_A, LORA_B
-from threefold.engine.weights.hf_names import hf_layouts, names_of
+from threefold.engine.weights.hf_names import layouts_in_memory, names_of
 from threefold.engine.weights.hf_tensor import HfTensor
 from threefold.spec.model import ModelSpec
 
@@ -79,7 +79,7 @@ def peft_tensors(name: str, spec: ModelSpec) -> list[PeftTensor]:
     """The tensors that PEFT stores for one of the engine's; several where transformers has several modules."""
     weight, is_b = weight_of(name), name.endswith(LORA_B)
     matrix = "lora_B.weight" if is_b else "lora_A.weight"
-    layouts = hf_layouts(weight, spec)
+    layouts = layouts_in_memory(weight, spec)
     if ".experts." in weight:
         # The stacked parameter is how transformers holds experts in memory, whatever it writes: Granite's is stored
         # under another name.

@@ -15,7 +15,7 @@ from threefold.cost.memory.threefold.timelines.moe_forward import moe_forward_pe
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.cost.memory.threefold.transients import mixer_backward_transients
 from threefold.cost.stage_contents import first_gradient_in
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.model import ATTENTION_MIXERS, GqaSpec, Layer, MlaSpec
 
 _MATCH = 0.01  # sizes that differ by less are of the same tensor
 _PERIOD = 4  # layers after which the kinds of a model's layers repeat; of long chunks two periods are gone through
@@ -69,7 +69,7 @@ def simulated_parts(scopes: set[str], layer: Layer) -> set[str]:
     """The parts of a layer whose graphs are gone through here: `moe`, and `mixer` where it is the delta rule, or where
     it shares a graph with the MoE layer behind it."""
     parts = {"moe"} if layer.ffn == "moe" and "moe" in scopes else set()
-    is_mixer = layer.mixer == "delta" or (layer.mixer in ("attention", "window") and bool(parts))
+    is_mixer = layer.mixer == "delta" or (layer.mixer in ATTENTION_MIXERS and bool(parts))
     return parts | ({"mixer"} if is_mixer and "attn" in scopes else set())
 
 
@@ -142,7 +142,7 @@ def _tensor_bytes(local: LocalSizes, layer: Layer) -> float:
     model = local.model
     if layer.mixer == "delta" and model.delta is not None:
         return FP32 * model.delta.num_v_heads * model.delta.k_dim / local.tp * local.gathered_tokens
-    spec = model.attention if layer.mixer == "attention" else model.local_attention
+    spec = model.attention_of(layer)
     assert spec is not None
     width = spec.num_heads * spec.qk_dim if isinstance(spec, MlaSpec) else spec.q_dim
     return local.element_bytes * width / local.tp * local.gathered_tokens

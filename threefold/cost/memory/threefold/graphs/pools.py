@@ -232,7 +232,7 @@ def _input_gradients(local: LocalSizes, scopes: set[str], layers: Sequence[Layer
 def _adapter_gradients(local: LocalSizes, found: set[str], layer: Layer) -> float:
     """Gradients from the adapter of the output projection, which are added to those of its frozen weight, and in a
     graph with the router its part of the gradient of the residual stream: none fits where saved tensors were."""
-    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    spec = local.model.attention_of(layer)
     if not local.has_adapters or "attention" not in local.plan.job.lora_targets or spec is None:
         return 0.0
     values = spec.q_dim if isinstance(spec, GqaSpec) else spec.num_heads * spec.v_dim
@@ -243,7 +243,7 @@ def _adapter_gradients(local: LocalSizes, found: set[str], layer: Layer) -> floa
 def _sink_bytes(local: LocalSizes, layer: Layer) -> float:
     """One tensor in fp32. Gradients of attention sinks are computed from three of them. Two fit into memory that the
     attention kernel has freed, and the third would fit only where the router's tensors lie."""
-    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
+    spec = local.model.attention_of(layer)
     if not isinstance(spec, GqaSpec) or not spec.sinks:
         return 0.0
     return FP32 * spec.q_dim / local.tp * local.gathered_tokens
@@ -252,8 +252,8 @@ def _sink_bytes(local: LocalSizes, layer: Layer) -> float:
 def _quantized_bytes(local: LocalSizes, layer: Layer) -> float:
     """What a mixer's GEMMs quantize and do not save: inputs of the first and of the output projection along rows, and
     the first one's gradient along rows and columns."""
-    spec = local.model.attention if layer.mixer == "attention" else local.model.local_attention
-    if spec is None or layer.mixer not in ("attention", "window"):
+    spec = local.model.attention_of(layer)
+    if spec is None:
         return 0.0
     if isinstance(spec, GqaSpec):
         projected, values = spec.q_dim + 2 * spec.kv_dim, spec.q_dim

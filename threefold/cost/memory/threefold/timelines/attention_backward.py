@@ -14,7 +14,7 @@ from threefold.cost.delta_rule import DELTA_CHUNK, passes_delta_states, uses_fla
 from threefold.cost.memory.threefold.local_sizes import CHUNK_LIMIT_BYTES, FP32, LocalSizes
 from threefold.cost.memory.threefold.timelines.recurrent_mixers import fla_backward_peak
 from threefold.cost.memory.threefold.timelines.timeline import Timeline
-from threefold.spec.model import DeltaSpec, GqaSpec, MlaSpec
+from threefold.spec.model import CompressedSpec, DeltaSpec, GqaSpec, MlaSpec
 
 QUERY_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries, in plain torch
 MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block of an all-gather
@@ -250,12 +250,15 @@ def query_blocks_peak(local: LocalSizes, spec: GqaSpec | MlaSpec, fraction: floa
     sizes, line, b = HeadSizes(local, spec), Timeline(), local.element_bytes
     line.make(b * sizes.out, b * sizes.queries * fraction)
     inner, _ = ring_sizes(local)
-    _query_blocks(line, sizes, sizes.num_heads / inner * fraction, sizes.tokens * inner, sizes.tokens * inner)
+    num_keys = sizes.tokens * inner
+    if isinstance(spec, CompressedSpec) and spec.rate:
+        num_keys += sizes.tokens // spec.rate
+    _query_blocks(line, sizes, sizes.num_heads / inner * fraction, sizes.tokens * inner, num_keys)
     if local.is_16_bit:
         line.make(b * (sizes.keys + sizes.values) * fraction)
     if isinstance(spec, GqaSpec) and spec.sinks:
         line.pass_through(3 * FP32 * sizes.out * fraction)
-    return line.peak + b * local.model.dim * local.tokens
+    return line.peak + local.residual_bytes
 
 
 def _query_blocks(line: Timeline, sizes: HeadSizes, num_heads: float, num_queries: float, num_keys: float) -> None:

@@ -12,8 +12,7 @@ from threefold.spec.model import GqaSpec, Layer, MlaSpec
 
 def attention_of(local: LocalSizes, layer: Layer) -> GqaSpec | MlaSpec | None:
     """The softmax attention of a layer, if it has one."""
-    model = local.model
-    return {"attention": model.attention, "window": model.local_attention}.get(layer.mixer)
+    return local.model.attention_of(layer)
 
 
 def saved_output_bytes(local: LocalSizes, layer: Layer) -> float:

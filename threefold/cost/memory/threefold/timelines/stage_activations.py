@@ -39,7 +39,8 @@ def add_stage_activations(
         # input of its last norm.
         is_norm_input = chunk.embedding and bool(layers) and first_gradient_in(layers[0]) == "input"
         embedded = b * dim * t * (chunk.mtp + is_norm_input)
-        ends = chunk.mtp * b * dim * t * 5 + (b * dim * t if chunk.loss else 0.0) - embedded
+        final_norm = (local.residual_bytes + (b * dim * t if local.model.streams else 0.0)) * chunk.loss
+        ends = chunk.mtp * b * dim * t * 5 + final_norm - embedded
         # The first norm saves an embedding without a gradient only for a gradient of its own, or to be recomputed.
         is_recomputed = bool(local.recompute & {"layernorm", "full"})
         if is_norm_input and first_gradient(plan) == (0, "mixer") and not is_recomputed:
@@ -49,14 +50,12 @@ def add_stage_activations(
         if chunk.embedding:
             terms["embedding"] += 2 * INT64 * local.gathered_tokens * count
     num_buffers = PipelineBuffers(plan, stage, contents).count(in_flight, finished)
-    terms["norms"] = terms.get("norms", 0.0) + num_buffers * b * dim * t
+    terms["norms"] = terms.get("norms", 0.0) + num_buffers * local.residual_bytes
     step_tokens = plan.job.micro_batch * plan.job.seq_len
     terms["embedding"] = terms.get("embedding", 0.0) + 2 * INT64 * step_tokens * max(1, plan.num_microbatches)
 
 
 def _rope_tables(local: LocalSizes, layers: Sequence[Layer]) -> float:
     """Cosine and sine of the rotary embedding in fp32, which all layers of a kind share."""
-    kinds = {"attention": local.model.attention, "window": local.model.local_attention}
-    specs = [kinds[mixer] for mixer in {layer.mixer for layer in layers} & set(kinds)]
-    dims = sum(s.rope_dim for s in specs if s)
+    dims = sum(spec.rope_dim for spec in {local.model.attention_of(layer) for layer in layers} if spec)
     return FP32 * dims * local.gathered_tokens
