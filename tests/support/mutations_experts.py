@@ -9,15 +9,19 @@ from mutation_registry import breaks, completed_call, replace_attribute, skip_re
 from torch import Tensor
 
 from threefold.engine import build, step
+from threefold.engine.autograd import recompute
+from threefold.engine.batch import Padding
 from threefold.engine.dispatch import alltoall, received_rows, rows
 from threefold.engine.dispatch.capacity import Capacity
 from threefold.engine.dispatch.received_rows import ReceivedRows, all_to_all_rows
 from threefold.engine.dist.mesh import Mesh
+from threefold.engine.models import decoder
 from threefold.engine.moe import balance
 from threefold.engine.moe.copies import CopiedExperts
 from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.moe.router import Router
+from threefold.engine.schedule import overlappable_pass
 from threefold.engine.shard import expert_parallel as expert
 
 # Experts
@@ -121,6 +125,36 @@ def balance_counts_its_own_tokens() -> None:
 @breaks("tp")
 def z_loss_is_not_a_part() -> None:
     replace_attribute(balance, "_part_of_mean", lambda mean, tokens: mean)
+
+
+@breaks("ep beyond dp", often=True)
+def padding_counts_in_statistics_of_routers() -> None:
+    replace_attribute(balance, "_useful", lambda value, routing: value)
+
+
+@breaks("ep beyond dp")
+def padding_takes_places_of_useful_tokens() -> None:
+    wrap_attribute(Router, "_choose_and_weigh", lambda old, router, *args: old(router, *args[:3], None))
+
+
+@breaks("padded, tp cp ep, full recompute", error="what the first run saved|the second run saved")
+def recompute_forgets_the_padding() -> None:
+    wrap_attribute(recompute, "override", lambda old, name, value: old(name, None))
+
+
+@breaks("padded, pp mtp ep overlap")
+def overlapped_passes_forget_the_padding() -> None:
+    wrap_attribute(overlappable_pass, "override", lambda old, name, value: old(name, None))
+
+
+@breaks("padded, dynamic cp")
+def every_rank_counts_its_own_useful_tokens() -> None:
+    def inputs(old: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        made = old(*args, **more)
+        is_padding_BS = made.padding.is_padding_BS
+        return replace(made, padding=Padding(is_padding_BS, (~is_padding_BS).sum(dim=1)))
+
+    wrap_attribute(decoder, "make_inputs", inputs)
 
 
 @breaks("edp", often=True)

@@ -80,6 +80,7 @@ def case(name: str, family: str, gpus: int, often: bool = False, **more: Any) ->
 
 
 FSDP, HSDP, MUON = {"data_parallel": "fsdp"}, {"data_parallel": "hsdp"}, {"optimizer": "muon"}
+PADDED = {"task": "sft"}  # samples of the oracle end in padding then
 PACKED, NO_OVERLAP = {"packing": True}, {"grad_reduce_overlap": False, "param_gather_overlap": False}
 LATENTS = {"cp_exchange": "latents"}
 FOUR, FIVE, SIX = ({"num_hidden_layers": n} for n in (4, 5, 6))
@@ -187,7 +188,8 @@ SHAPES = [
     case("ep wholly over cp", "qwen3_moe", 4, often=True, cp=4, ep=4, job=PACKED),
     case("ep wholly over cp, eight", "deepseek_v3", 8, cp=8, ep=8, job=PACKED, spec=MTP1),
     case("ep over cp, pipeline", "qwen3_moe", 8, cp=4, ep=4, pp=2, job={"mtp": 1}),
-    case("ep beyond dp", "deepseek_v3", 8, often=True, tp=2, cp=2, ep=8, job={"capacity_factor": 1.0}),
+    case("ep beyond dp", "deepseek_v3", 8, often=True, tp=2, cp=2, ep=8,
+         job={"capacity_factor": 1.0, **PADDED}),
     case("etp without tp", "qwen3_moe", 4, ep=2, etp=2, job={"capacity_factor": 1.25}),
     case("tp 4 cp 4 into ep 16", "qwen3_moe", 16, tp=4, cp=4, ep=16, spec={"num_experts": 16}, job={"seq_len": 32}),
     case("uneven stages", "deepseek_v3", 2, pp=2, vpp=2, stages="Ett|t|tt|mL", spec={**FIVE, **MTP1}),
@@ -222,6 +224,10 @@ KNOBS = [
     case("tp overlap, latents", "deepseek_v3", 4, tp=2, cp=2, knobs={"tp_overlap": True}, spec=MTP1),
     case("tp overlap, pipeline", "qwen3_next", 4, tp=2, pp=2, knobs={"tp_overlap": True}),
     case("ep overlap", "qwen3_moe", 4, ep=2, tp=2, knobs={"ep_overlap": True, "delay_wgrad": True}),
+    case("padded, pp mtp ep overlap", "deepseek_v3", 4, pp=2, vpp=2, ep=2, job={**PADDED, **PACKED},
+         knobs={"ep_overlap": True}, spec={**FOUR, **MTP1}),
+    case("padded, tp cp ep, full recompute", "qwen3_moe", 4, tp=2, cp=2, ep=4, job={**PADDED, "micro_batch": 2},
+         knobs={"recompute": ["full"]}),
     case("ep overlap, mtp", "deepseek_v3", 2, ep=2, knobs={"ep_overlap": True}, spec=MTP1),
     case("ep overlap, chunks", "gpt_oss", 4, pp=2, vpp=2, ep=2, knobs={"ep_overlap": True, "delay_wgrad": True},
          spec=FOUR),
@@ -281,6 +287,7 @@ DYNAMIC_CP = [
     case("dynamic cp over eight ranks", "deepseek_v3", 8, cp=4, ep=8, knobs=DYNAMIC,
          job={**LENGTHS, "global_batch": 2}),
     case("dynamic cp tp ep etp", "gpt_oss", 4, tp=2, cp=2, ep=2, etp=2, job=LENGTHS, knobs=DYNAMIC),
+    case("padded, dynamic cp", "deepseek_v3", 4, cp=4, ep=2, job={**LENGTHS, **PADDED}, knobs=DYNAMIC, spec=MTP1),
     case("dynamic cp, two depths", "deepseek_v3", 4, cp=4, ep=2, job=LENGTHS, knobs=DYNAMIC, spec=MTP2),
     case("dynamic cp all-gather", "gpt_oss", 4, cp=4, job=LENGTHS, knobs={**DYNAMIC, "cp_comm": "all_gather"}),
     case("dynamic cp a2a", "deepseek_v3", 4, cp=4, job=LENGTHS, knobs={**DYNAMIC, "cp_comm": "a2a"}),

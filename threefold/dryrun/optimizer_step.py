@@ -20,10 +20,12 @@ def zero_batches(plan: Plan, count: int, device: torch.device) -> list[Batch]:
     shape = plan.job.micro_batch, plan.job.seq_len
     rows = 5 if plan.is_vlm else 2
     zeros = [torch.zeros(rows, *shape, dtype=torch.long, device=device) for _ in range(count)]
+    used = torch.full(shape[:1], shape[1], device=device) if plan.pads_sequences else None
     if not plan.is_vlm:
-        return [Batch(tokens_BS=both[0], labels_BS=both[1]) for both in zeros]
+        return [Batch(tokens_BS=both[0], labels_BS=both[1], num_useful_B=used) for both in zeros]
     images = [_blank_pictures(plan, device) for _ in range(count)]
-    return [Batch(x[0], x[1], positions_3BS=x[2:], images=of) for x, of in zip(zeros, images, strict=True)]
+    pairs = zip(zeros, images, strict=True)
+    return [Batch(x[0], x[1], positions_3BS=x[2:], images=of, num_useful_B=used) for x, of in pairs]
 
 
 def _blank_pictures(plan: Plan, device: torch.device) -> Images | None:

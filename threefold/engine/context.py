@@ -32,6 +32,8 @@ class EngineContext:
     size_source: Callable[[int, int, bool], list[int]] | None = None
     # dist/collectives.py: each sees every collective before it starts.
     collective_observers: tuple[Callable[[Any], Any], ...] = ()
+    # models/decoder.py: the `Padding` of the microbatch whose forward runs; None: its tokens are all useful.
+    padding: Any = None
     # autograd/saved_tensors.py: handlers of the tensors that autograd saves, the innermost last.
     saved_tensor_handlers: tuple[Any, ...] = ()
     # autograd/saved_tensors.py: where functions that run twice leave outputs in the first run, the outermost first.

@@ -154,7 +154,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device. The host does not wait where the loader has pinned it (`Batch.pin`)."""
     if device.type == "cpu":
         return batch
-    names = ("tokens_BS", "labels_BS", "positions_BS", "positions_3BS")
+    names = ("tokens_BS", "labels_BS", "positions_BS", "positions_3BS", "num_useful_B")
     given = {name: getattr(batch, name) for name in names}
     moved: dict[str, Any] = {name: x.to(device, non_blocking=True) for name, x in given.items() if x is not None}
     if batch.documents_BS is not None:

@@ -390,6 +390,11 @@ class Plan(ShownAsTable):
         return self.job.packing and self.job.task == "sft" and not self.is_vlm
 
     @property
+    def pads_sequences(self) -> bool:
+        """Whether conversations and documents with images stay whole, so that sequences end in padding."""
+        return self.job.task == "sft" or self.is_vlm
+
+    @property
     def is_image_free(self) -> bool:
         """A vision-language model that sees no images: `job.images` is 0, or absent while all data is the engine's own
         text."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from threefold.engine.batch import Padding
 from threefold.engine.kernels.elementwise import topk_router
 from threefold.engine.kernels.fusion_switch import without_fused_kernels
 from threefold.engine.model_options import Options
@@ -63,13 +64,15 @@ def far(found: Any, expected: Any) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def plain_results(router: Any, x_TD: Any, expert_TK: Any, losses: tuple[str, ...], sequences: int) -> list[Any]:
+def plain_results(
+    router: Any, x_TD: Any, expert_TK: Any, losses: tuple[str, ...], sequences: int, padding: Padding | None = None
+) -> list[Any]:
     """Router weights and losses of the plain form in fp64, with the same experts."""
     exact = Router(router.spec, DIM).to(DEVICE).double()
     exact.load_state_dict({key: value.double() for key, value in router.state_dict().items()})
     exact.choose_experts = lambda logits, scores: expert_TK
     wide = x_TD.detach().double().requires_grad_()
-    routing = exact(wide)
+    routing = exact(wide, padding=padding)
     assert not routing.losses
     stats = balance.compute_router_stats(routing, sequences, losses, torch.zeros(()))
     return [wide, exact, [routing.weight_TK, *stats.losses.values()], stats]
@@ -77,27 +80,37 @@ def plain_results(router: Any, x_TD: Any, expert_TK: Any, losses: tuple[str, ...
 
 @runs
 @pytest.mark.parametrize(
-    ("name", "losses"),
+    ("name", "losses", "pads"),
     [
-        *((name, LOSSES) for name in ALL_KINDS),
-        *((name, ("aux", "z")) for name in ALL_KINDS if name != "softmax, unnormed"),
-        ("sigmoid", ("seq_aux",)),
-        ("softmax", ("z",)),
+        *((name, LOSSES, False) for name in ALL_KINDS),
+        *((name, ("aux", "z"), False) for name in ALL_KINDS if name != "softmax, unnormed"),
+        ("sigmoid", ("seq_aux",), False),
+        ("softmax", ("z",), False),
+        *((name, LOSSES, True) for name in ALL_KINDS),
+        ("softmax, unnormed", ("aux",), True),
     ],
 )
-def test_interpreted_losses_and_gradients(name: str, losses: tuple[str, ...]) -> None:
+def test_interpreted_losses_and_gradients(name: str, losses: tuple[str, ...], pads: bool) -> None:
     """Sequences of whole programs, and for losses of the whole microbatch a number of tokens that is not."""
     spec, limit = ALL_KINDS[name], 4e-3 if HAS_GPU else 2e-5  # bf16 gradients on a GPU, else fp32
     tokens = topk_router.tokens_per_program(spec.num_experts, spec.top_k)
     num_tokens = 3 * 2 * tokens if "seq_aux" in losses else 2 * tokens + 5
     router = router_of(spec, torch.bfloat16 if HAS_GPU else torch.float32)
     x_TD = torch.randn(num_tokens, DIM).to(DEVICE, router.weight.dtype).requires_grad_()
-    routing = router(x_TD, losses, 3)
+    padding = None
+    if pads:  # two ends of sequences and one that is padding alone; else only the first sequence is padded
+        lengths = torch.tensor([num_tokens // 3 - 7, 0, 5] if "seq_aux" in losses else [num_tokens - 9])
+        is_padding_BS = torch.arange(num_tokens // len(lengths)) >= lengths[:, None]
+        padding = Padding(is_padding_BS.to(DEVICE), lengths.to(DEVICE))
+    routing = router(x_TD, losses, 3, padding)
     assert set(routing.losses) == set(losses)
     found = [routing.weight_TK, *(routing.losses[one] for one in losses)]
-    wide, exact, expected, stats = plain_results(router, x_TD, routing.expert_TK, losses, 3)
+    wide, exact, expected, stats = plain_results(router, x_TD, routing.expert_TK, losses, 3, padding)
     for one, other in zip(found, expected, strict=True):
         assert far(one, other) < 1e-4
+    if padding is not None:
+        assert not routing.weight_TK[padding.is_padding_BS.flatten()].any()
+        assert int(stats.load_E.sum()) == int(padding.num_useful_B.sum()) * spec.top_k
     assert routing.load_E.tolist() == stats.load_E.tolist()
     assert float(routing.entropy) == pytest.approx(float(stats.entropy), rel=1e-4)
     for chosen in itertools.chain([range(len(found))], ([n] for n in range(1, len(found)))):
@@ -150,7 +163,9 @@ def test_interpreted_sort_continues_what_the_router_began(name: str) -> None:
     spec = ALL_KINDS[name]
     num_tokens = 3 * topk_router.tokens_per_program(spec.num_experts, spec.top_k) + 1
     router = router_of(spec, torch.float32)
-    routing = router(torch.randn(num_tokens, DIM, device=DEVICE))
+    lengths = torch.tensor([num_tokens - 5], device=DEVICE)  # rows are sorted with those of padding among them
+    padding = Padding(torch.arange(num_tokens, device=DEVICE)[None] >= lengths[:, None], lengths)
+    routing = router(torch.randn(num_tokens, DIM, device=DEVICE), padding=padding)
     assert routing.starts is not None
     expected = sort_rows(routing.expert_TK, spec.num_experts, routing.weight_TK)
     for found in (

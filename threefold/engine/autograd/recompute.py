@@ -30,7 +30,7 @@ from threefold.engine.autograd.saved_tensors import (
     saved_tensor_handler,
     storage_key,
 )
-from threefold.engine.context import context
+from threefold.engine.context import context, override
 
 Output = TypeVar("Output")
 
@@ -146,6 +146,7 @@ class _Region:
     ) -> None:
         self.function, self.given = function, tuple(map(_with_usual_strides, inputs))
         self.outputs: PackedOutputs | None = PackedOutputs(save)
+        self.padding = context.padding
         observer = context.activation_observer
         self.name = name if observer is None else _reported_name(name, inputs)
         # Autograd saves the inputs, not this object: an offload around the region sees them, and they are freed with
@@ -187,6 +188,7 @@ class _Region:
         assert self.outputs is not None
         with (
             torch.enable_grad(),
+            override("padding", self.padding),
             self.outputs.while_replaying(),
             saved_tensor_handler(second_run, alone=True),
             suppress(_Enough),

@@ -196,6 +196,7 @@ class DynamicSteps:
             *(tokens_BS, labels_BS, documents_BS, positions_BS, tuple(lengths)),
             cp_degree=row.degree,
             sample_lengths=tuple(samples[document.sample].num_useful for document in row.documents),
+            num_useful_B=torch.tensor([len(tokens)]),
         )
 
     def empty_batch(self) -> Batch:
@@ -203,7 +204,8 @@ class DynamicSteps:
         length = row_multiple(1, self.grid.tp)
         tokens, labels = torch.full((1, length), PAD), torch.full((1, length), IGNORED)
         documents, positions = torch.zeros_like(tokens), torch.arange(length)[None]
-        return Batch(tokens, labels, documents, positions, lengths=(), cp_degree=1)
+        none = torch.zeros(1, dtype=torch.long)
+        return Batch(tokens, labels, documents, positions, lengths=(), cp_degree=1, num_useful_B=none)
 
 
 def documents_of(sample: Sample, number: int) -> list[Document]:

@@ -137,7 +137,7 @@ class _BatchMaker:
         if self.job.dynamic_length:
             used = length - min(row.num_padding for row in rows)
             length = min(length, -(-used // self.length_multiple) * self.length_multiple)
-        batch = _stack(rows, length)
+        batch = _stack(rows, length, self.job.task == "sft" or self.images is not None)
         return batch if self.images is None else self.images.add(batch, rows)
 
     def indices_from(self, step: int, microbatch: int) -> Iterator[BatchIndex]:
@@ -325,14 +325,18 @@ def _make_pinned(maker: _BatchMaker, device: torch.device | None, step: int, mic
     return batch if device is None else batch.pin(device)
 
 
-def _stack(rows: list[Sample], length: int) -> Batch:
-    """One batch from the samples of its rows. Either all sources of a job have document boundaries or none has."""
+def _stack(rows: list[Sample], length: int, pads: bool) -> Batch:
+    """One batch from the samples of its rows. Either all sources of a job have document boundaries or none has.
+
+    `pads`: the job pads its sequences, though perhaps none of these rows.
+    """
 
     def stacked(name: str) -> Tensor:
         return torch.from_numpy(np.stack([getattr(row, name)[:length] for row in rows]))
 
     lengths = tuple(row.num_useful for row in rows)
-    tokens_BS, labels_BS = stacked("tokens_S"), stacked("labels_S")
+    num_useful_B = torch.tensor(lengths) if pads or any(row.num_padding for row in rows) else None
+    batch = Batch(stacked("tokens_S"), stacked("labels_S"), lengths=lengths, num_useful_B=num_useful_B)
     if rows[0].documents_S is None:
-        return Batch(tokens_BS, labels_BS, lengths=lengths)
-    return Batch(tokens_BS, labels_BS, stacked("documents_S"), stacked("positions_S"), lengths)
+        return batch
+    return replace(batch, documents_BS=stacked("documents_S"), positions_BS=stacked("positions_S"))

@@ -32,7 +32,10 @@ class AllToAllState:
     received_rows: ReceivedRows | None = None  # set by `dispatch_postprocess`
     dispatch_exchange: AsyncExchange | None = None  # set by `token_dispatch`
     combine_exchange: AsyncExchange | None = None  # set by `token_combine`
-    num_dropped: Tensor | None = None
+
+    @property
+    def dropped_TK(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
+        return self.rows.dropped_TK
 
     @property
     def num_own_rows(self) -> int:
@@ -71,7 +74,7 @@ class AllToAllDispatcher(Dispatcher[AllToAllState]):
         counts = RowCounts(count_E, rows.row_TK.numel(), self.count_group or self.ep, self.etp, num_own)
         if self.slots is not None:
             self.slots.start_filling()
-        return AllToAllState(rows, counts, num_dropped=rows.num_dropped)
+        return AllToAllState(rows, counts)
 
     def token_dispatch(self, x_TD: Tensor, weight_TK: Tensor, state: AllToAllState) -> tuple[Tensor, Tensor]:
         if state.rows.padded:

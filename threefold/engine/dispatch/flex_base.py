@@ -41,12 +41,16 @@ class FlexState:
     """The state of one microbatch's dispatch; the phases fill it in one after another."""
 
     expert_TK: Tensor  # -1: this copy of the token is dropped
-    num_dropped: Tensor | None
+    may_drop: bool
     arrival: Arrival = field(default_factory=Arrival)
     sorted_rows: Any = None  # how the subclass sorted the rows by local expert, if it did
     dispatch_exchange: AsyncExchange | None = None
     combine_exchange: AsyncExchange | None = None
     received_rows: ReceivedRows | None = None  # with ETP: rows of the other slices
+
+    @property
+    def dropped_TK(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
+        return self.expert_TK < 0 if self.may_drop else None
 
 
 class FlexDispatcher(Dispatcher[FlexState]):
@@ -58,9 +62,9 @@ class FlexDispatcher(Dispatcher[FlexState]):
 
     def dispatch_preprocess(self, expert_TK: Tensor, weight_TK: Tensor) -> FlexState:
         if self.capacity is None:
-            return FlexState(expert_TK, None)
+            return FlexState(expert_TK, False)
         kept_TK = self.capacity.mark_dropped(expert_TK, weight_TK)
-        return FlexState(kept_TK, (kept_TK < 0).sum())
+        return FlexState(kept_TK, True)
 
     @abstractmethod
     def permute(self, x: Tensor, weight: Tensor, state: FlexState) -> tuple[Tensor, Tensor, Tensor]:

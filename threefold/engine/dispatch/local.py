@@ -22,8 +22,8 @@ class LocalState:
     count_E: Tensor
 
     @property
-    def num_dropped(self) -> Tensor | None:
-        return self.rows.num_dropped
+    def dropped_TK(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
+        return self.rows.dropped_TK
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class DispatchState(Protocol):
     """The bookkeeping of one microbatch's dispatch and combine: row order, counts, exchanges under way."""
 
     @property
-    def num_dropped(self) -> Tensor | None:
-        """How many copies of this rank's tokens no expert takes; None where none can be dropped."""
+    def dropped_TK(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
+        """The copies of this rank's tokens that no expert takes; None where none can be dropped."""
         ...
 
 

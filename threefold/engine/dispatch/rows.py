@@ -29,8 +29,8 @@ class RowMap:
     padded: bool  # whether there may be padding or dropped copies
 
     @property
-    def num_dropped(self) -> Tensor | None:
-        return (self.row_TK < 0).sum() if self.padded else None
+    def dropped_TK(self) -> Tensor | None:  # noqa: N802 - a tensor and its shape
+        return self.row_TK < 0 if self.padded else None
 
     def truncate(self, num_rows: int) -> "RowMap":
         """The first `num_rows` rows. The rows behind them must belong to no copy."""

@@ -70,6 +70,8 @@ class FullIterationGraph:
                 return None
             self._tokens_BS.copy_(batch.tokens_BS)
             self._labels_BS.copy_(batch.labels_BS)
+            if self._num_useful_B is not None and batch.num_useful_B is not None:
+                self._num_useful_B.copy_(batch.num_useful_B)
             if self._label_ratios is not None and self.model.depth_label_ratios is not None:
                 self._label_ratios.copy_(self.model.depth_label_ratios)
             if isinstance(label_share, Tensor):
@@ -82,6 +84,7 @@ class FullIterationGraph:
         self._slot, self._aliases = slot, make_aliases([self.model])
         self._addresses = [p.data_ptr() for p in self._aliases]
         self._tokens_BS, self._labels_BS = slot.copy_static(batch.tokens_BS), slot.copy_static(batch.labels_BS)
+        self._num_useful_B = None if batch.num_useful_B is None else slot.copy_static(batch.num_useful_B)
         ratios = self.model.depth_label_ratios  # the step makes new ones each time
         self._label_ratios = None if ratios is None else slot.copy_static(ratios)
         first = next(self.model.parameters())
@@ -97,6 +100,8 @@ class FullIterationGraph:
             return "a parameter moved", ""
         if (self.model.depth_label_ratios is None) != (self._label_ratios is None):
             return "another way to count labels", ""
+        if (batch.num_useful_B is None) != (self._num_useful_B is None):
+            return "padding in some microbatches only", ""
         if self.reduces_grads:
             return None
         foreign_grads = [p for p, alias in self._aliases.items() if p.grad is not None and p.grad is not alias.grad]
@@ -151,7 +156,7 @@ class FullIterationGraph:
         blocks = None if factor is None else StaticRows(factor, self._tokens_BS.new_zeros(()))
         with override("static_rows", blocks):  # a recompute in the backward sends blocks, too
             with use_aliases([self.model], self._aliases):
-                out = self.model(self._tokens_BS, self._labels_BS)
+                out = self.model(self._tokens_BS, self._labels_BS, num_useful_B=self._num_useful_B)
             self.model.depth_label_ratios = of_step
             assert out.loss is not None
             share = self._label_share

@@ -90,6 +90,8 @@ class GraphedFunction:
 
     def mismatch(self, inputs: Sequence[Tensor]) -> tuple[str, str] | None:
         """The reason and a detail where the graph cannot be replayed with these inputs; None where it can."""
+        if len(inputs) != len(self._static_inputs):
+            return "padding in some microbatches only", ""
         for x, static_input in zip(inputs, self._static_inputs, strict=True):
             if x.shape != static_input.shape:
                 return "another shape", f"{tuple(x.shape)}, recorded with {tuple(static_input.shape)}"

@@ -6,14 +6,16 @@ method eagerly where no graph fits.
 Shapes: B batch, S sequence, D model dim, T = B * S tokens, K experts of a token, E experts.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from threefold.engine.attention.state_space.mamba import Mamba
-from threefold.engine.context import count_event
+from threefold.engine.batch import Padding
+from threefold.engine.context import context, count_event, override
 from threefold.engine.dispatch.protocol import DispatchState
 from threefold.engine.dispatch.rows import RowMap
 from threefold.engine.graphs.graphed_part import ChunkGraphs, GraphedPart
@@ -21,7 +23,7 @@ from threefold.engine.layers.positions import Positions
 from threefold.engine.models.block import Block
 from threefold.engine.models.decoder import Decoder
 from threefold.engine.moe.balance import RouterStats, compute_router_stats
-from threefold.engine.moe.layer import MoeLayer
+from threefold.engine.moe.layer import MoeLayer, count_dropped
 
 # Residual stream, normed tokens, the router's weights and choice, its statistics, and rows in order with their counts.
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, RouterStats, tuple[RowMap, Tensor] | None]
@@ -84,14 +86,15 @@ class GraphedFeedForward:
         self.part = GraphedPart("moe" if self.moe else "mlp", graphs, _present(block.ffn_norm, block.ffn))
 
     def __call__(self, *given_BSD: Tensor) -> tuple[Tensor, RouterStats | None]:
-        made = self.part.replay(self._flat, *given_BSD)
+        made = self.part.replay(self._flat, *_padding_first(given_BSD))
         if made is None:
             return self.eager(*given_BSD)
         y_BSD, *rest = made
         return y_BSD, None if self.moe is None else _stats_of(rest, self.moe.options.router_losses)
 
-    def _flat(self, *given_BSD: Tensor) -> tuple[Tensor, ...]:
-        y_BSD, stats = self.eager(*given_BSD)
+    def _flat(self, *given: Tensor) -> tuple[Tensor, ...]:
+        with static_padding(given) as given_BSD:
+            y_BSD, stats = self.eager(*given_BSD)
         return y_BSD, *(() if stats is None else _tensors(stats))
 
 
@@ -129,11 +132,11 @@ class GraphedRouter:
             return x_BSD, y_BSD, routing.weight_TK, state, self.moe.compute_stats(routing, state, len(x_BSD))
         x_BSD, y_BSD, weight_TK, expert_TK, stats, order = routed
         state = dispatcher.make_state(*order) if order else dispatcher.dispatch_preprocess(expert_TK, weight_TK)
-        return x_BSD, y_BSD, weight_TK, state, _with_dropped(stats, state.num_dropped)
+        return x_BSD, y_BSD, weight_TK, state, _with_dropped(stats, count_dropped(state))
 
     def _route(self, *given_BSD: Tensor) -> Routed | None:
         """The outputs of the graph; None where the caller must run the block eagerly."""
-        made = self.part.replay(self._up_to_dispatch, *given_BSD)
+        made = self.part.replay(self._up_to_dispatch, *_padding_first(given_BSD))
         if made is None:
             return None
         x_BSD, y_BSD, weight_TK, expert_TK, *rest = made
@@ -147,9 +150,10 @@ class GraphedRouter:
             order = RowMap(slot_R, row_TK, self.padded), count_E
         return x_BSD, y_BSD, weight_TK, expert_TK, stats, order
 
-    def _up_to_dispatch(self, *given_BSD: Tensor) -> tuple[Tensor, ...]:
+    def _up_to_dispatch(self, *given: Tensor) -> tuple[Tensor, ...]:
         moe = self.moe
-        x_BSD, y_BSD, routing = self.block.normalize_and_route(*given_BSD)
+        with static_padding(given) as given_BSD:
+            x_BSD, y_BSD, routing = self.block.normalize_and_route(*given_BSD)
         sorts = self.sorts and not moe.runs_fused(x_BSD) and not moe.runs_in_chunks(x_BSD)
         order = moe.dispatcher.sort_rows(routing.expert_TK, routing.weight_TK) if sorts else None
         none = torch.zeros((), dtype=torch.long, device=x_BSD.device)
@@ -160,6 +164,19 @@ class GraphedRouter:
         rows, count_E = order
         self.padded = rows.padded
         return *made, rows.slot_R, rows.row_TK, count_E
+
+
+def _padding_first(given_BSD: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The inputs of a graph: the padding of the microbatch, where it has some, and the residual stream."""
+    return *(context.padding or ()), *given_BSD
+
+
+@contextmanager
+def static_padding(given: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Let routers read the padding among the static inputs of a graph. -> the other inputs."""
+    num_padding = 0 if context.padding is None else len(context.padding)
+    with override("padding", Padding(*given[:num_padding]) if num_padding else None):
+        yield given[num_padding:]
 
 
 def _with_dropped(stats: RouterStats, num_dropped: Tensor | None) -> RouterStats:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.batch import Images
+from threefold.engine.context import override
 from threefold.engine.dist.mesh import TRIVIAL_GROUP
 from threefold.engine.layers.cross_entropy import VocabShard, cross_entropy_sum
 from threefold.engine.layers.embedding import TokenEmbedding
@@ -181,12 +182,15 @@ class Decoder(nn.Module):
         positions_BS: Tensor | None = None,
         images: Images | None = None,
         positions_3BS: Tensor | None = None,
+        num_useful_B: Tensor | None = None,
     ) -> Output:
         """The whole model. `labels_BS` are the next tokens already; IGNORE where there is none."""
         inputs = make_inputs(
             *(tokens_BS, labels_BS, documents_BS, positions_BS, self.num_mtp, self.shard_sequence),
             images=images,
             positions_3BS=positions_3BS,
+            num_useful_B=num_useful_B,
+            shard_hidden=self.shard_hidden,
         )
         hidden, router_stats = self.forward_chunk([], inputs)
         if labels_BS is None:
@@ -200,6 +204,10 @@ class Decoder(nn.Module):
         one: the features of pictures that its layers need, those that its MTP depths need, the main state, then one for
         each MTP depth.
         """
+        with override("padding", inputs.padding):
+            return self._run_chunk(hidden, inputs)
+
+    def _run_chunk(self, hidden: list[Tensor], inputs: Inputs) -> tuple[list[Tensor], NumberedStats]:
         num_features, pictures = self.num_features, None
         placed = hidden[num_features : num_features + len(self.depths)] if self.num_ahead else []
         if not hidden:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threefold.engine.batch import Images
+from threefold.engine.batch import Images, Padding
 from threefold.engine.layers.cross_entropy import IGNORE
+from threefold.engine.layers.input_linears import identity
 from threefold.engine.layers.positions import Positions
 
 ShardSequence = Callable[[Tensor], Tensor]  # takes this rank's shard of a whole sequence (B, S)
@@ -37,6 +38,7 @@ class Inputs:
     targets: tuple[Target, ...]  # the next token first, then each MTP depth; empty without labels
     images: Images | None = None  # of the whole sequences
     shape: tuple[int, int] = (0, 0)  # B and S of the whole sequences, to which `images.token_index_V` refers
+    padding: Padding | None = None
 
     def targets_of_step(self, ratios: Tensor | None) -> tuple[Target, ...]:
         """The targets, where `ratios` are the labels of each MTP depth over those of the next token in a whole step.
@@ -59,6 +61,8 @@ def make_inputs(
     shard_sequence: ShardSequence,
     images: Images | None = None,
     positions_3BS: Tensor | None = None,
+    num_useful_B: Tensor | None = None,
+    shard_hidden: ShardSequence = identity,
 ) -> Inputs:
     """Build the inputs of this rank. Label i is the token after position i already; IGNORE where there is none."""
     if positions_3BS is not None:
@@ -78,7 +82,11 @@ def make_inputs(
     if positions_3BS is not None:
         positions.axes_3BS = torch.stack([shard_sequence(axis_BS) for axis_BS in positions_3BS])
     batch, length = tokens_BS.shape
-    return Inputs(positions.tokens_BS, positions, tuple(targets), images, (batch, length))
+    padding = None
+    if num_useful_B is not None:
+        is_padding_BS = torch.arange(length, device=tokens_BS.device) >= num_useful_B[:, None]
+        padding = Padding(shard_hidden(shard_sequence(is_padding_BS)).contiguous(), num_useful_B)
+    return Inputs(positions.tokens_BS, positions, tuple(targets), images, (batch, length), padding)
 
 
 def labels_ahead(labels_BS: Tensor, documents_BS: Tensor | None, depth: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 `MoeLayer` computes one `RouterStats` per microbatch; the decoder adds its losses to the loss. `step.py` updates the
 bias and writes the metrics once per step. With CP or TP each rank of a group holds equally many tokens of every
-sequence; losses, loads and means are then partial sums over the group.
+sequence; losses, loads and means are then partial sums over the group. Tokens that pad a sequence (`Routing.padding`)
+count nowhere.
 
 Shapes: B sequences, S tokens of each, T = B * S, E experts, K experts of a token, L layers with experts.
 """
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.engine.dispatch.rows import count_per_expert
 from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.dist.mesh import TRIVIAL_GROUP, Group
 from threefold.engine.moe.router import Router, Routing
@@ -42,14 +42,15 @@ def compute_router_stats(
         name: routing.losses[name] if name in routing.losses else LOSSES[name](routing, num_sequences, token_group)
         for name in loss_names
     }
-    num_experts = routing.logits_TE.shape[1]
     with torch.no_grad():
         load_E, entropy = routing.load_E, routing.entropy
         if load_E is None:
-            load_E = count_per_expert(routing.expert_TK.flatten(), num_experts)
+            load_E = _count_copies(routing, 1, torch.long)[0]
         if entropy is None:
-            entropy = torch.special.entr(_probabilities(routing)).sum(dim=-1).mean()
-    return RouterStats(losses, load_E, num_dropped, _part_of_mean(entropy, token_group))
+            entropy = _mean_over_tokens(torch.special.entr(_probabilities(routing)).sum(dim=-1), routing, token_group)
+        elif routing.padding is None:
+            entropy = _part_of_mean(entropy, token_group)
+    return RouterStats(losses, load_E, num_dropped, entropy)
 
 
 def aux_loss(routing: Routing, num_sequences: int = 1, token_group: Group = TRIVIAL_GROUP) -> Tensor:
@@ -64,7 +65,7 @@ def seq_aux_loss(routing: Routing, num_sequences: int, token_group: Group = TRIV
 
 def z_loss(routing: Routing, num_sequences: int = 1, token_group: Group = TRIVIAL_GROUP) -> Tensor:
     """ST-MoE's loss, the mean square of the logits' log-sum-exp: it keeps the logits small."""
-    return _part_of_mean(routing.logits_TE.logsumexp(dim=-1).square().mean(), token_group)
+    return _mean_over_tokens(routing.logits_TE.logsumexp(dim=-1).square(), routing, token_group)
 
 
 LOSSES = {"aux": aux_loss, "seq_aux": seq_aux_loss, "z": z_loss}
@@ -80,14 +81,37 @@ def _part_of_mean(mean: Tensor, token_group: Group) -> Tensor:
     return mean if token_group.is_trivial else mean / token_group.size
 
 
-def _load_times_score(routing: Routing, num_sequences: int, token_group: Group) -> Tensor:
-    num_experts = routing.logits_TE.shape[1]
+def _mean_over_tokens(value_T: Tensor, routing: Routing, token_group: Group) -> Tensor:
+    """This rank's part of the mean over all useful tokens of the microbatch."""
+    if routing.padding is None:
+        return _part_of_mean(value_T.mean(), token_group)
+    return _useful(value_T, routing).sum() / routing.padding.num_useful_B.sum().clamp(min=1)
+
+
+def _useful(value: Tensor, routing: Routing) -> Tensor:
+    """Values of tokens, zero for those that pad."""
+    if routing.padding is None:
+        return value
+    return value.masked_fill(routing.padding.is_padding_BS.view(-1, *[1] * (value.dim() - 1)), 0)
+
+
+def _count_copies(routing: Routing, num_sequences: int, dtype: torch.dtype) -> Tensor:
+    """The copies of useful tokens at each expert, by sequence."""
     chosen_BX = routing.expert_TK.reshape(num_sequences, -1)
-    ones = torch.ones_like(chosen_BX, dtype=routing.scores_TE.dtype)
-    copies_BE = ones.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, ones)
+    ones_BX = _useful(torch.ones_like(routing.expert_TK, dtype=dtype), routing).view_as(chosen_BX)
+    return ones_BX.new_zeros(num_sequences, routing.logits_TE.shape[1]).scatter_add_(1, chosen_BX, ones_BX)
+
+
+def _load_times_score(routing: Routing, num_sequences: int, token_group: Group) -> Tensor:
+    probability_TE = _probabilities(routing)
+    (num_tokens, num_experts), top_k = probability_TE.shape, routing.expert_TK.shape[1]
+    copies_BE = _count_copies(routing, num_sequences, probability_TE.dtype)
     all_reduce(copies_BE, token_group).wait()
-    load_BE = copies_BE / (chosen_BX.shape[1] * token_group.size)
-    mean_BE = _part_of_mean(_probabilities(routing).unflatten(0, (num_sequences, -1)).mean(dim=1), token_group)
+    count: int | Tensor = num_tokens // num_sequences * token_group.size
+    if routing.padding is not None:
+        count = routing.padding.num_useful_B.view(num_sequences, -1).sum(dim=1, keepdim=True).clamp(min=1)
+    load_BE = copies_BE / (count * top_k)
+    mean_BE = _useful(probability_TE, routing).unflatten(0, (num_sequences, -1)).sum(dim=1) / count
     return num_experts * (load_BE * mean_BE).sum(dim=-1).mean()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.saved_tensors import inside_recompute
 from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
-from threefold.engine.context import count_event
+from threefold.engine.context import context, count_event
 from threefold.engine.dispatch.alltoall import AllToAllState
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.dispatch.protocol import AnyDispatcher, DispatchState
@@ -91,12 +91,12 @@ class MoeLayer(nn.Module):
             return self.compute_tokens(x_TD, weight_TK, expert_TK).view_as(x_BSD), None
         dispatcher = self.dispatcher
         state = dispatcher.make_state(*order) if order else dispatcher.dispatch_preprocess(expert_TK, weight_TK)
-        return self.dispatch_and_combine(x_TD, weight_TK, state).view_as(x_BSD), state.num_dropped
+        return self.dispatch_and_combine(x_TD, weight_TK, state).view_as(x_BSD), count_dropped(state)
 
     def choose_experts(self, x_TD: Tensor, num_sequences: int, *tokens_T: Tensor) -> Routing:
         """Run the router. It computes the losses of the plan too, where all tokens of a microbatch are on this rank."""
         losses = self.options.router_losses if self.token_group.is_trivial else ()
-        routing: Routing = self.router(x_TD, losses, num_sequences, *tokens_T)
+        routing: Routing = self.router(x_TD, losses, num_sequences, context.padding, *tokens_T)
         return routing
 
     def route(self, x_TD: Tensor, num_sequences: int, *tokens_T: Tensor) -> tuple[Routing, DispatchState]:
@@ -187,7 +187,9 @@ class MoeLayer(nn.Module):
         return y_TD if self.shared_gate is None else self.shared_gate(x_TD).sigmoid() * y_TD
 
     def compute_stats(self, routing: Routing, state: DispatchState, num_sequences: int) -> RouterStats:
-        num_dropped = state.num_dropped
+        return self._measure(routing, num_sequences, count_dropped(state))
+
+    def _measure(self, routing: Routing, num_sequences: int, num_dropped: Tensor | None = None) -> RouterStats:
         if num_dropped is None:
             num_dropped = torch.zeros((), dtype=torch.long, device=routing.expert_TK.device)
         return compute_router_stats(routing, num_sequences, self.options.router_losses, num_dropped, self.token_group)
@@ -213,10 +215,7 @@ class MoeLayer(nn.Module):
 
     def route_and_measure(self, num_sequences: int, x_TD: Tensor, *tokens_T: Tensor) -> tuple[Routing, RouterStats]:
         routing = self.choose_experts(x_TD, num_sequences, *tokens_T)
-        num_dropped = torch.zeros((), dtype=torch.long, device=x_TD.device)
-        return routing, compute_router_stats(
-            routing, num_sequences, self.options.router_losses, num_dropped, self.token_group
-        )
+        return routing, self._measure(routing, num_sequences)
 
     def compute_tokens(
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
@@ -246,3 +245,11 @@ class MoeLayer(nn.Module):
         self, x_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, starts: ChunkStarts | None = None
     ) -> Tensor:
         return self.experts.forward_tokens(x_TD, weight_TK, expert_TK, starts)
+
+
+def count_dropped(state: DispatchState) -> Tensor | None:
+    """The copies of useful tokens that no expert takes; None where none is dropped."""
+    dropped_TK, padding = state.dropped_TK, context.padding
+    if dropped_TK is not None and padding is not None:
+        dropped_TK = dropped_TK & ~padding.is_padding_BS.view(-1, 1)
+    return None if dropped_TK is None else dropped_TK.sum()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threefold.engine.autograd.linear import linear
+from threefold.engine.batch import Padding
 from threefold.engine.kernels.elementwise.topk_router import (
     ChunkStarts,
     TopKOptions,
@@ -43,6 +44,7 @@ class Routing:
         losses: dict[str, Tensor] | None = None,
         starts: ChunkStarts | None = None,
         x_TD: Tensor | None = None,
+        padding: Padding | None = None,
     ) -> None:
         self.weight_TK, self.expert_TK, self.logits_TE = weight_TK, expert_TK, logits_TE
         self._scores_TE, self._score = scores_TE, score
@@ -54,6 +56,7 @@ class Routing:
         self.starts = starts
         # The tokens for the experts, whose gradient comes back through the router; None where it does not.
         self.x_TD = x_TD
+        self.padding = padding
 
     @cached_property
     def scores_TE(self) -> Tensor:  # noqa: N802 - a tensor and its shape
@@ -93,18 +96,21 @@ class Router(nn.Module):
         self.balance_bias = None
 
     def forward(
-        self, x_TD: Tensor, losses: tuple[str, ...] = (), num_sequences: int = 1, tokens_T: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        losses: tuple[str, ...] = (),
+        num_sequences: int = 1,
+        padding: Padding | None = None,
+        tokens_T: Tensor | None = None,
     ) -> Routing:
-        """Route tokens. The fused kernels compute those of `losses` that they know, for sequences of equal lengths."""
-        if self.expert_of_token is not None:
-            assert tokens_T is not None
-            logits_TE = self.logits(x_TD)
-            scores_TE = expert_scores(logits_TE, self.spec.score)
-            expert_TK = self._round_robin(x_TD) if self.forced_balance else self.expert_of_token[tokens_T]
-            return Routing(self.expert_weights(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
+        """Route tokens. The fused kernels compute those of `losses` that they know, for sequences of equal lengths.
+
+        Padding is routed like any token, with weights of 0: under a capacity it takes no place from a useful token.
+        """
         if self.input_scale is not None:
             x_TD = x_TD * (self.input_scale * x_TD.shape[-1] ** -0.5)
-        routing = self._choose_and_weigh(x_TD, losses, num_sequences)
+        routing = self._choose_and_weigh(x_TD, losses, num_sequences, padding, tokens_T)
+        routing.padding = padding
         if self.input_scale is not None:
             routing.x_TD = None  # the experts read what is not scaled
         if self.expert_scale is not None:
@@ -113,19 +119,36 @@ class Router(nn.Module):
             routing.weight_TK = routing.weight_TK * F.embedding(routing.expert_TK, scale_E1)[..., 0]
         return routing
 
-    def _choose_and_weigh(self, x_TD: Tensor, losses: tuple[str, ...], num_sequences: int) -> Routing:
+    def _choose_and_weigh(
+        self,
+        x_TD: Tensor,
+        losses: tuple[str, ...],
+        num_sequences: int,
+        padding: Padding | None,
+        tokens_T: Tensor | None,
+    ) -> Routing:
         options = self._router_options(len(x_TD), losses, num_sequences)
         fits = options.fits(self.spec.num_experts) and self.spec.score in ("softmax", "sigmoid")
+        fits = fits and self.expert_of_token is None
         if fits and self.bias is None and self._gemm_is_fused(x_TD):
-            return self._fused_routing(route_tokens(x_TD, self.weight, self.balance_bias, options))
+            return self._fused_routing(route_tokens(x_TD, self.weight, self.balance_bias, options, padding))
         logits_TE = self.logits(x_TD)
         if fits and runs_fused(logits_TE):
-            return self._fused_routing(route_logits(logits_TE, self.balance_bias, options))
+            return self._fused_routing(route_logits(logits_TE, self.balance_bias, options, padding))
         scores_TE = expert_scores(logits_TE, self.spec.score)
         if self.spec.score == "sparsemixer" and not self.forced_balance:
-            return Routing(*sparse_mixer(logits_TE, self.spec.jitter), logits_TE, scores_TE)
-        expert_TK = self._round_robin(x_TD) if self.forced_balance else self.choose_experts(logits_TE, scores_TE)
-        return Routing(self.expert_weights(logits_TE, scores_TE, expert_TK), expert_TK, logits_TE, scores_TE)
+            weight_TK, expert_TK = sparse_mixer(logits_TE, self.spec.jitter)
+        else:
+            if self.forced_balance:
+                expert_TK = self._round_robin(x_TD)
+            elif self.expert_of_token is not None:
+                expert_TK = self.expert_of_token[tokens_T]
+            else:
+                expert_TK = self.choose_experts(logits_TE, scores_TE)
+            weight_TK = self.expert_weights(logits_TE, scores_TE, expert_TK)
+        if padding is not None:
+            weight_TK = weight_TK.masked_fill(padding.is_padding_BS.view(-1, 1), 0)
+        return Routing(weight_TK, expert_TK, logits_TE, scores_TE)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """The gate's output for every expert, in fp32."""

@@ -73,7 +73,7 @@ class Sequential:
         with self.model_graphs.microbatch() if batch.cp_degree is None else nullcontext():
             out = self.model(
                 *(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS),
-                *(batch.images, batch.positions_3BS),
+                *(batch.images, batch.positions_3BS, batch.num_useful_B),
             )
         assert out.loss is not None
         if train:
@@ -107,7 +107,8 @@ class Overlapped:
 def inputs_of(model: Decoder, batch: Batch) -> Inputs:
     return make_inputs(
         *(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS),
-        *(model.num_mtp, model.shard_sequence, batch.images, batch.positions_3BS),
+        *(model.num_mtp, model.shard_sequence, batch.images, batch.positions_3BS, batch.num_useful_B),
+        shard_hidden=model.shard_hidden,
     )
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.autograd.offload import LayerOffloads
+from threefold.engine.context import override
 from threefold.engine.dispatch.local import LocalDispatcher
 from threefold.engine.models.block import Block
 from threefold.engine.models.decoder import Decoder, MtpDepth
@@ -177,7 +178,8 @@ class OverlappedPass:
         found: list[RouterStats | None] = []
 
         def work(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, stats = block(x_BSD, self.inputs.positions)
+            with override("padding", self.inputs.padding):
+                x_BSD, stats = block(x_BSD, self.inputs.positions)
             found.append(stats)
             return x_BSD, *(stats.losses.values() if stats else ())
 
@@ -191,6 +193,10 @@ class OverlappedPass:
         found: list[Any] = []
 
         def mix_and_route(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            with override("padding", self.inputs.padding):
+                return route(x_BSD)
+
+        def route(x_BSD: Tensor) -> tuple[Tensor, ...]:
             positions = self.inputs.positions
             if block.graphed_router is not None:
                 x_BSD, normed_BSD, weight_TK, state, stats = block.graphed_router.mix_and_preprocess(x_BSD, positions)

@@ -196,7 +196,8 @@ def synthetic_rows(plan: Plan, mesh: Mesh) -> DynamicSteps:
 
     def sample_of(number: int) -> Sample:
         tokens, labels, documents = (each.numpy() for each in _sample(plan, number))
-        return Sample(tokens, labels, documents if plan.job.packing else None)
+        num_padding = plan.job.seq_len - _num_useful(plan, number)
+        return Sample(tokens, labels, documents if plan.job.packing else None, num_padding=num_padding)
 
     return DynamicSteps(dynamic_grid(plan, mesh), sample_of, plan.job.global_batch, plan.job.seq_len)
 
@@ -262,13 +263,22 @@ def shard_values(name: str, placement: Placement, memory: Tensor, start: int | N
 
 def synthetic_batch(plan: Plan, step: int, microbatch: int, dp_rank: int) -> Batch:
     """A made-up microbatch: documents of uneven length, some labels missing, in some samples all of them, every sample
-    different."""
+    different. Those of fine-tuning are padded."""
     job = plan.job
     first = (microbatch * plan.layout.dp + dp_rank) * job.micro_batch + step * job.global_batch
-    rows = [_sample(plan, first + n) for n in range(job.micro_batch)]
+    numbers = range(first, first + job.micro_batch)
+    rows = [_sample(plan, number) for number in numbers]
     tokens, labels, documents = (torch.stack(each) for each in zip(*rows, strict=True))
     batch = Batch(tokens, labels, documents if job.packing else None)
+    if job.task == "sft":
+        batch = replace(batch, num_useful_B=torch.tensor([_num_useful(plan, number) for number in numbers]))
     return batch if plan.model.vision is None else add_images(plan.model.vision, batch, first)
+
+
+def _num_useful(plan: Plan, number: int) -> int:
+    """The tokens of a sample that are no padding."""
+    length = plan.job.seq_len
+    return length - number % 4 * (length // 5) if plan.job.task == "sft" else length
 
 
 def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,6 +289,9 @@ def _sample(plan: Plan, number: int) -> tuple[Tensor, Tensor, Tensor]:
     if number % _UNLABELED == _UNLABELED - 1:  # as where a prompt fills its sequence in fine-tuning
         ignored = torch.ones(length, dtype=torch.bool)
     starts = torch.rand(length, generator=draw) < 3.0 / length
+    num_useful = _num_useful(plan, number)
+    ignored[num_useful:] = True
+    starts[num_useful : num_useful + 1] = True  # padding is a document of its own
     return tokens[:-1], tokens[1:].masked_fill(ignored, IGNORE), starts.long().cumsum(0)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.engine.batch import Padding
 from threefold.engine.device import is_simulated
 from threefold.engine.kernels.launch_config import cdiv, next_power_of_2
 
@@ -75,9 +76,11 @@ class TopKResult:
     x_TD: Tensor | None = None  # see `route_tokens`
 
 
-def route_tokens(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, options: TopKOptions) -> TopKResult:
+def route_tokens(
+    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, options: TopKOptions, padding: Padding | None = None
+) -> TopKResult:
     """Route an input in bf16 with a router in bf16. `bias_E` is added to the scores that are compared, and does not
-    change the weights.
+    change the weights. Tokens of `padding` get experts, weights of 0, and no part in loads, entropy and losses.
 
     `TopKResult.x_TD` is the input again, for the experts to read. The gradient that they compute for it passes through
     the backward of the router, whose GEMM adds to it in place; otherwise autograd would add the two in a pass of its
@@ -85,14 +88,16 @@ def route_tokens(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, options
     requires no gradient, because an output of an autograd Function requires one as soon as the router trains.
     """
     chosen = _Chosen()
-    weight_TK, logits_TE, same_TD, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen)
+    weight_TK, logits_TE, same_TD, *losses = _Route.apply(x_TD, weight_ED, bias_E, options, chosen, padding)
     return _result(weight_TK, logits_TE, losses, chosen, same_TD if x_TD.requires_grad else None)
 
 
-def route_logits(logits_TE: Tensor, bias_E: Tensor | None, options: TopKOptions) -> TopKResult:
+def route_logits(
+    logits_TE: Tensor, bias_E: Tensor | None, options: TopKOptions, padding: Padding | None = None
+) -> TopKResult:
     """The same for logits that were computed elsewhere, in fp32."""
     chosen = _Chosen()
-    weight_TK, _, _, *losses = _Route.apply(logits_TE, None, bias_E, options, chosen)
+    weight_TK, _, _, *losses = _Route.apply(logits_TE, None, bias_E, options, chosen, padding)
     return _result(weight_TK, logits_TE, losses, chosen)
 
 
@@ -111,6 +116,11 @@ def computes_losses(names: tuple[str, ...], num_tokens: int, num_sequences: int,
     """Whether the kernels compute these losses. For a loss of each sequence no program may cross into the next one."""
     whole = num_tokens // num_sequences % tokens_per_program(num_experts, top_k) == 0
     return all(name in FUSED_LOSSES for name in names) and ("seq_aux" not in names or num_sequences == 1 or whole)
+
+
+def useful_tokens(padding: Padding, sequences: int) -> tuple[Tensor, Tensor]:
+    """Whether each token pads, as the kernels read it, and the useful tokens of every sequence."""
+    return padding.is_padding_BS.flatten().view(torch.uint8), padding.num_useful_B.view(sequences, -1).sum(dim=1)
 
 
 class _Chosen:
@@ -142,6 +152,7 @@ class _Route(torch.autograd.Function):
         bias_E: Tensor | None,
         options: TopKOptions,
         chosen: _Chosen,
+        padding: Padding | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         logits_TE = given.contiguous() if weight_ED is None else _gemm(given, weight_ED.t(), torch.float32)
@@ -151,8 +162,9 @@ class _Route(torch.autograd.Function):
         sequences = options.num_sequences if "seq_aux" in options.losses else 1
         weight_TK = logits_TE.new_empty(num_tokens, options.top_k)
         expert_TK = torch.empty(weight_TK.shape, dtype=torch.long, device=device)
-        # The loads of every sequence, and how many programs of the second kernel are done.
-        total = torch.zeros(sequences * num_experts + 1, dtype=torch.int32, device=device)
+        # The loads of every sequence, those with padding, and how many programs of the second kernel are done.
+        num_loads = sequences + (padding is not None)
+        total = torch.zeros(num_loads * num_experts + 1, dtype=torch.int32, device=device)
         start_PE = torch.empty(programs, num_experts, dtype=torch.int32, device=device)
         ends_E, starts_F = (torch.empty(num_experts + n, dtype=torch.int32, device=device) for n in range(2))
         load_E = torch.empty(num_experts, dtype=torch.long, device=device)
@@ -162,15 +174,17 @@ class _Route(torch.autograd.Function):
         # Sums over the tokens of a program: entropy, the z loss, and the scores of every expert. Two more rows hold the
         # terms of experts in the losses.
         part_PS = logits_TE.new_empty(programs + 2, 2 + num_experts) if balanced else logits_TE.new_empty(programs, 2)
+        useful = (None, None) if padding is None else useful_tokens(padding, sequences)
         if not is_simulated():
             from threefold.engine.kernels.elementwise.topk_router_triton import launch_sum_routing, launch_topk
 
-            launch_topk(logits_TE, bias_E, weight_TK, expert_TK, start_PE, total, part_PS, options, sequences)
+            sums = start_PE, total, part_PS
+            launch_topk(logits_TE, bias_E, useful[0], weight_TK, expert_TK, *sums, options, sequences)
             outputs = load_E, ends_E, starts_F, entropy, *scalars
-            launch_sum_routing(start_PE, total, part_PS, outputs, num_tokens, options, sequences)
+            launch_sum_routing(*sums, useful[1], outputs, num_tokens, options, sequences)
         # The input is for the weight gradient alone: a frozen router needs none.
         x_TD = given if weight_ED is not None and ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(x_TD, weight_ED, logits_TE, expert_TK, total if balanced else None)
+        ctx.save_for_backward(x_TD, weight_ED, logits_TE, expert_TK, total if balanced else None, *useful)
         ctx.options, ctx.sequences = options, sequences
         chosen.expert_TK, chosen.load_E, chosen.entropy = expert_TK, load_E, entropy
         chosen.starts = ChunkStarts(start_PE, ends_E, starts_F, tokens)
@@ -179,9 +193,9 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_TK, grad_TE, grad_TD, *loss_grads = grads
-        x_TD, weight_ED, logits_TE, expert_TK, total = ctx.saved_tensors
+        x_TD, weight_ED, logits_TE, expert_TK, total, *useful = ctx.saved_tensors
         if grad_TK is None and grad_TE is None and all(grad is None for grad in loss_grads):
-            return grad_TD, None, None, None, None
+            return grad_TD, None, None, None, None, None
         num_tokens, num_experts = logits_TE.shape
         if weight_ED is None:
             out = torch.empty_like(logits_TE)
@@ -191,11 +205,11 @@ class _Route(torch.autograd.Function):
             from threefold.engine.kernels.elementwise.topk_router_grad_triton import launch_topk_grad
 
             weight_grad, logits_grad = (None if grad is None else grad.contiguous() for grad in (grad_TK, grad_TE))
-            saved = logits_TE, expert_TK, total
+            saved = logits_TE, expert_TK, total, *useful
             launch_topk_grad(weight_grad, logits_grad, tuple(loss_grads), *saved, out, ctx.options, ctx.sequences)
         if weight_ED is None:
-            return out, None, None, None, None
-        return *_gemm_grads(out, x_TD, weight_ED, ctx.needs_input_grad, grad_TD), None, None, None
+            return out, None, None, None, None, None
+        return *_gemm_grads(out, x_TD, weight_ED, ctx.needs_input_grad, grad_TD), None, None, None, None
 
 
 class _RouterLogits(torch.autograd.Function):

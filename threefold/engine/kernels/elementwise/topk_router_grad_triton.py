@@ -17,8 +17,10 @@ from threefold.engine.kernels.elementwise.topk_router_triton import (
     expert_scores,
     kernel_sizes,
     loss_factors,
+    num_useful,
     programs_per_sequence,
     router_weights,
+    useful_tokens,
 )
 from threefold.engine.kernels.fast_launch import fast_launch
 from threefold.engine.kernels.launch_config import cdiv
@@ -31,6 +33,8 @@ def launch_topk_grad(
     logits_TE: Tensor,
     expert_TK: Tensor,
     total: Tensor | None,
+    pad_T: Tensor | None,
+    useful_B: Tensor | None,
     out: Tensor,
     options: TopKOptions,
     sequences: int,
@@ -39,8 +43,8 @@ def launch_topk_grad(
     num_tokens, num_experts = logits_TE.shape
     num_programs = cdiv(num_tokens, tokens_per_program(num_experts, options.top_k))
     _topk_grad[(num_programs,)](
-        grad_TK, grad_TE, *loss_grads, logits_TE, expert_TK, total, out, num_tokens,
-        *loss_factors(num_tokens, num_experts, options.top_k, sequences), 2.0 / num_tokens,
+        grad_TK, grad_TE, *loss_grads, logits_TE, expert_TK, total, pad_T, useful_B, out, num_tokens,
+        *loss_factors(num_experts, options.top_k, sequences),
         programs_per_sequence(num_programs, sequences), sequences,
         SPLIT=out.shape[1] != num_experts, num_warps=WARPS, **kernel_sizes(logits_TE, options),
     )  # fmt: skip
@@ -72,13 +76,14 @@ def _split_bf16(grad_ptr, out_ptr, size, E: tl.constexpr, BLOCK: tl.constexpr):
 @fast_launch
 @triton.jit
 def _topk_grad(
-    grad_ptr, logits_grad_ptr, aux_grad_ptr, seq_grad_ptr, z_grad_ptr, logits_ptr, expert_ptr, total_ptr, out_ptr,
-    num_tokens, aux_factor, seq_factor, z_factor, per_sequence, sequences, E: tl.constexpr, NE: tl.constexpr,
+    grad_ptr, logits_grad_ptr, aux_grad_ptr, seq_grad_ptr, z_grad_ptr, logits_ptr, expert_ptr, total_ptr, pad_ptr,
+    useful_ptr, out_ptr, num_tokens, aux_factor, seq_factor, per_sequence, sequences, E: tl.constexpr, NE: tl.constexpr,
     K: tl.constexpr, NK: tl.constexpr, TOKENS: tl.constexpr, SOFTMAX: tl.constexpr, NORM: tl.constexpr,
     SCALE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < num_tokens
+    useful = useful_tokens(pad_ptr, token, live)
     token = token.to(tl.int64)
     e = tl.arange(0, NE)[None, :]
     known = e < E
@@ -90,8 +95,8 @@ def _topk_grad(
         out = _weight_grad(grad_ptr, logits_ptr, expert_ptr, logits, token, live, e, known, E, NE, K, NK, TOKENS,
                            SOFTMAX, NORM, SCALE)  # fmt: skip
     if aux_grad_ptr is not None or seq_grad_ptr is not None:
-        slope = _score_slope(aux_grad_ptr, seq_grad_ptr, total_ptr, tl.program_id(0) // per_sequence, aux_factor,
-                             seq_factor, sequences, E, NE)  # fmt: skip
+        slope = _score_slope(aux_grad_ptr, seq_grad_ptr, total_ptr, useful_ptr, tl.program_id(0) // per_sequence,
+                             aux_factor, seq_factor, num_tokens, sequences, E, NE)  # fmt: skip
         score = expert_scores(logits, known, SOFTMAX)
         size = tl.sum(score, 1)[:, None]
         probability = score if SOFTMAX else score / size
@@ -101,7 +106,9 @@ def _topk_grad(
         exponential = exp_logits(logits, known)
         size = tl.sum(exponential, 1)
         lse = tl.max(logits, 1) + tl.log(size)
+        z_factor = 2.0 / num_useful(useful_ptr, 0, sequences, num_tokens)
         out += exponential * (tl.load(z_grad_ptr) * z_factor * lse / size)[:, None]
+    out = tl.where(useful[:, None], out, 0.0)
     if logits_grad_ptr is not None:
         out += tl.load(logits_grad_ptr + at, mask=mask, other=0.0)
     if SPLIT:
@@ -112,8 +119,8 @@ def _topk_grad(
 
 @triton.jit
 def _score_slope(
-    aux_grad_ptr, seq_grad_ptr, total_ptr, sequence, aux_factor, seq_factor, sequences, E: tl.constexpr,
-    NE: tl.constexpr,
+    aux_grad_ptr, seq_grad_ptr, total_ptr, useful_ptr, sequence, aux_factor, seq_factor, num_tokens, sequences,
+    E: tl.constexpr, NE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the balancing losses for the scores of a token: it is the same for all tokens of a sequence."""
     e = tl.arange(0, NE)
@@ -122,10 +129,12 @@ def _score_slope(
         load = tl.zeros((NE,), tl.int32)
         for n in range(sequences):
             load += tl.load(total_ptr + n * E + e, mask=e < E, other=0)
-        slope += load.to(tl.float32) * (tl.load(aux_grad_ptr) * aux_factor)
+        count = num_useful(useful_ptr, 0, sequences, num_tokens)
+        slope += load.to(tl.float32) * (tl.load(aux_grad_ptr) * aux_factor / count / count)
     if seq_grad_ptr is not None:
         load = tl.load(total_ptr + sequence * E + e, mask=e < E, other=0)
-        slope += load.to(tl.float32) * (tl.load(seq_grad_ptr) * seq_factor)
+        count = num_useful(useful_ptr, sequence, sequence + 1, num_tokens // sequences)
+        slope += load.to(tl.float32) * (tl.load(seq_grad_ptr) * seq_factor / count / count)
     return slope
 
 

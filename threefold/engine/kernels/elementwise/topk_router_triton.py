@@ -41,12 +41,10 @@ def kernel_sizes(logits_TE: Tensor, options: TopKOptions) -> dict[str, int | flo
     }
 
 
-def loss_factors(num_tokens: int, num_experts: int, top_k: int, sequences: int) -> tuple[float, float]:
+def loss_factors(num_experts: int, top_k: int, sequences: int) -> tuple[float, float]:
     """A balancing loss is E * sum_e (fraction of copies at e) * (mean score of e): these factors of `aux` and `seq_aux`
-    multiply the sum of (copies at e) * (sum of scores of e)."""
-    per_sequence = num_tokens // sequences
-    by_sequence = num_experts / (sequences * per_sequence * top_k * per_sequence)
-    return num_experts / (num_tokens * top_k * num_tokens), by_sequence
+    multiply the sum of (copies at e) * (sum of scores of e) / (number of useful tokens)^2."""
+    return num_experts / top_k, num_experts / (sequences * top_k)
 
 
 def programs_per_sequence(num_programs: int, sequences: int) -> int:
@@ -57,6 +55,7 @@ def programs_per_sequence(num_programs: int, sequences: int) -> int:
 def launch_topk(
     logits_TE: Tensor,
     bias_E: Tensor | None,
+    pad_T: Tensor | None,
     weight_TK: Tensor,
     expert_TK: Tensor,
     count_PE: Tensor,
@@ -68,8 +67,9 @@ def launch_topk(
     """Choose experts, count them by program, and sum them by sequence into `total`, which is zero."""
     num_programs, num_sums = len(count_PE), part_PS.shape[1]
     _topk[(num_programs,)](
-        logits_TE, bias_E, weight_TK, expert_TK, count_PE, total, part_PS, len(logits_TE), options.first_slot or 0,
-        programs_per_sequence(num_programs, sequences), BIASED=bias_E is not None, GROUPS=options.num_groups,
+        logits_TE, bias_E, pad_T, weight_TK, expert_TK, count_PE, total, part_PS, len(logits_TE),
+        options.first_slot or 0, programs_per_sequence(num_programs, sequences), sequences,
+        BIASED=bias_E is not None, GROUPS=options.num_groups,
         TOP_GROUPS=options.top_groups, ROUND_ROBIN=options.first_slot is not None, NUM_SUMS=num_sums,
         Z="z" in options.losses, num_warps=WARPS, **kernel_sizes(logits_TE, options),
     )  # fmt: skip
@@ -79,6 +79,7 @@ def launch_sum_routing(
     start_PE: Tensor,
     total: Tensor,
     part_PS: Tensor,
+    useful_B: Tensor | None,
     outputs: tuple[Tensor | None, ...],
     num_tokens: int,
     options: TopKOptions,
@@ -90,11 +91,31 @@ def launch_sum_routing(
     """
     (num_programs, num_experts), num_sums = start_PE.shape, part_PS.shape[1]
     _sum_routing[(cdiv(num_experts, _SUM_EXPERTS),)](
-        start_PE, total, part_PS, *outputs, num_programs, programs_per_sequence(num_programs, sequences), num_tokens,
-        sequences, *loss_factors(num_tokens, num_experts, options.top_k, sequences), num_experts,
+        start_PE, total, part_PS, useful_B, *outputs, num_programs, programs_per_sequence(num_programs, sequences),
+        num_tokens, sequences, *loss_factors(num_experts, options.top_k, sequences), num_experts,
         next_power_of_2(num_experts), num_sums, _SUM_EXPERTS,
         min(_SUM_PROGRAMS, next_power_of_2(num_programs)),
     )  # fmt: skip
+
+
+@triton.jit
+def useful_tokens(pad_ptr, token, live):
+    """Whether each token is there and does not pad."""
+    if pad_ptr is not None:
+        live = live & (tl.load(pad_ptr + token, mask=live, other=1) == 0)
+    return live
+
+
+@triton.jit
+def num_useful(useful_ptr, first, after, num_tokens):
+    """The useful tokens of some sequences; `num_tokens` are those of a job without padding. At least one."""
+    if useful_ptr is not None:
+        count = tl.zeros((), tl.int64)
+        for sequence in range(first, after):
+            count += tl.load(useful_ptr + sequence)
+        return tl.maximum(count, 1).to(tl.float32)
+    else:  # noqa: RET505 - Triton compiles what follows a return under a constant condition
+        return num_tokens * 1.0
 
 
 @triton.jit
@@ -156,13 +177,14 @@ def router_weights(picked, chosen, SCALE: tl.constexpr, SOFTMAX: tl.constexpr, N
 @fast_launch
 @triton.jit
 def _topk(
-    logits_ptr, bias_ptr, weight_ptr, expert_ptr, count_ptr, total_ptr, part_ptr, num_tokens, first_slot,
-    per_sequence, E: tl.constexpr, NE: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, TOKENS: tl.constexpr,
+    logits_ptr, bias_ptr, pad_ptr, weight_ptr, expert_ptr, count_ptr, total_ptr, part_ptr, num_tokens, first_slot,
+    per_sequence, sequences, E: tl.constexpr, NE: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, TOKENS: tl.constexpr,
     SOFTMAX: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, ROUND_ROBIN: tl.constexpr, NUM_SUMS: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     live = token < num_tokens
+    useful = useful_tokens(pad_ptr, token, live)
     token = token.to(tl.int64)
     e = tl.arange(0, NE)[None, :]
     known = e < E
@@ -199,19 +221,24 @@ def _topk(
     elif not SOFTMAX:
         picked = tl.sigmoid(picked)
     tl.store(expert_ptr + out, expert.to(tl.int64), mask=chosen_mask)
-    tl.store(weight_ptr + out, router_weights(picked, chosen, SCALE, SOFTMAX, NORM), mask=chosen_mask)
+    weight = tl.where(useful[:, None], router_weights(picked, chosen, SCALE, SOFTMAX, NORM), 0.0)
+    tl.store(weight_ptr + out, weight, mask=chosen_mask)
     program, one_e = tl.program_id(0), tl.arange(0, NE)
     count = tl.sum((live[:, None] & (key == _TAKEN)).to(tl.int32), 0)
     tl.store(count_ptr + program * E + one_e, count, mask=one_e < E)
+    if pad_ptr is not None:
+        tl.atomic_add(total_ptr + sequences * E + one_e, count, mask=(one_e < E) & (count > 0), sem="relaxed")
+        count = tl.sum((useful[:, None] & (key == _TAKEN)).to(tl.int32), 0)
     total_ptr += program // per_sequence * E
     tl.atomic_add(total_ptr + one_e, count, mask=(one_e < E) & (count > 0), sem="relaxed")
+    mask = useful[:, None] & known
     probability = score if SOFTMAX else score / tl.sum(score, 1)[:, None]
     entropy = tl.where(mask & (probability > 0), -probability * tl.log(probability), 0.0)
     part_ptr += program * NUM_SUMS
     tl.store(part_ptr, tl.sum(tl.sum(entropy, 1), 0))
     if Z:
         lse = _log_sum_exp(logits, known)
-        tl.store(part_ptr + 1, tl.sum(tl.where(live, lse * lse, 0.0), 0))
+        tl.store(part_ptr + 1, tl.sum(tl.where(useful, lse * lse, 0.0), 0))
     if NUM_SUMS > 2:
         tl.store(part_ptr + 2 + one_e, tl.sum(tl.where(mask, probability, 0.0), 0), mask=one_e < E)
 
@@ -234,8 +261,8 @@ def _sum_column(ptr, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
 @fast_launch
 @triton.jit
 def _sum_routing(
-    start_ptr, total_ptr, part_ptr, load_ptr, ends_ptr, starts_ptr, entropy_ptr, aux_ptr, seq_ptr, z_ptr, num_programs,
-    per_sequence, num_tokens, sequences, aux_factor, seq_factor, E: tl.constexpr, NE: tl.constexpr,
+    start_ptr, total_ptr, part_ptr, useful_ptr, load_ptr, ends_ptr, starts_ptr, entropy_ptr, aux_ptr, seq_ptr, z_ptr,
+    num_programs, per_sequence, num_tokens, sequences, aux_factor, seq_factor, E: tl.constexpr, NE: tl.constexpr,
     NUM_SUMS: tl.constexpr, BE: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """A program takes some experts, all chunks of tokens. The last one to come adds the losses of all experts up."""
@@ -245,22 +272,28 @@ def _sum_routing(
     for sequence in range(sequences):
         load_of_every += tl.load(total_ptr + sequence * E + every, mask=every < E, other=0)
         load += tl.load(total_ptr + sequence * E + expert, mask=known, other=0)
-    row = tl.sum(tl.where(every[None, :] < expert[:, None], load_of_every[None, :], 0), 1)
     tl.store(load_ptr + expert, load.to(tl.int64), mask=known)
-    tl.store(ends_ptr + expert, row + load, mask=known)
-    tl.store(starts_ptr + 1 + expert, row + load, mask=known)
+    num_rows, num_loads = load, sequences
+    if useful_ptr is not None:  # padding has rows too
+        load_of_every = tl.load(total_ptr + sequences * E + every, mask=every < E, other=0)
+        num_rows = tl.load(total_ptr + sequences * E + expert, mask=known, other=0)
+        num_loads += 1
+    row = tl.sum(tl.where(every[None, :] < expert[:, None], load_of_every[None, :], 0), 1)
+    tl.store(ends_ptr + expert, row + num_rows, mask=known)
+    tl.store(starts_ptr + 1 + expert, row + num_rows, mask=known)
+    count = num_useful(useful_ptr, 0, sequences, num_tokens)
     for first in range(0, num_programs, BP):
         n = first + tl.arange(0, BP)
         mask = (n < num_programs)[:, None] & known[None, :]
         at = start_ptr + n[:, None] * E + expert[None, :]
-        count = tl.load(at, mask=mask, other=0)
-        tl.store(at, row[None, :] + tl.cumsum(count, 0) - count, mask=mask)
-        row += tl.sum(count, 0)
+        rows = tl.load(at, mask=mask, other=0)
+        tl.store(at, row[None, :] + tl.cumsum(rows, 0) - rows, mask=mask)
+        row += tl.sum(rows, 0)
     if tl.program_id(0) == 0:
         tl.store(starts_ptr, 0)
-        tl.store(entropy_ptr, _sum_column(part_ptr, 0, num_programs, NUM_SUMS, BP) / num_tokens)
+        tl.store(entropy_ptr, _sum_column(part_ptr, 0, num_programs, NUM_SUMS, BP) / count)
         if z_ptr is not None:
-            tl.store(z_ptr, _sum_column(part_ptr + 1, 0, num_programs, NUM_SUMS, BP) / num_tokens)
+            tl.store(z_ptr, _sum_column(part_ptr + 1, 0, num_programs, NUM_SUMS, BP) / count)
     if NUM_SUMS > 2:
         whole, by_sequence = tl.zeros((BE,), tl.float32), tl.zeros((BE,), tl.float32)
         for sequence in range(sequences):
@@ -272,12 +305,13 @@ def _sum_routing(
                 score += tl.sum(tl.load(at, mask=mask, other=0.0), 0)
             copies = tl.load(total_ptr + sequence * E + expert, mask=known, other=0)
             whole += score
-            by_sequence += score * copies.to(tl.float32)
+            of_sequence = num_useful(useful_ptr, sequence, sequence + 1, num_tokens // sequences)
+            by_sequence += score * copies.to(tl.float32) / of_sequence / of_sequence
         term_ptr = part_ptr + num_programs * NUM_SUMS + 2
-        tl.store(term_ptr + expert, whole * load.to(tl.float32), mask=known)
+        tl.store(term_ptr + expert, whole * load.to(tl.float32) / count / count, mask=known)
         tl.store(term_ptr + NUM_SUMS + expert, by_sequence, mask=known)
         tl.debug_barrier()  # all threads have stored before one of them counts
-        if tl.atomic_add(total_ptr + sequences * E, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        if tl.atomic_add(total_ptr + num_loads * E, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             if aux_ptr is not None:
                 term = tl.load(term_ptr + every, mask=every < E, other=0.0, cache_modifier=".cg")
                 tl.store(aux_ptr, tl.sum(term, 0) * aux_factor)
