@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="the system message before each --chat that is a question")
     parser.add_argument("--file", type=Path, help="prompts from a file, one a line: text, or JSON with messages")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="to add at most (default 200)")
-    parser.add_argument("--tokens", dest="max_tokens", type=int, help=argparse.SUPPRESS)  # its older name
+    # Its older name, and that of transformers.
+    parser.add_argument("--tokens", "--max-new-tokens", dest="max_tokens", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens only; 0: from all")
     parser.add_argument(

@@ -178,7 +178,7 @@ def _is_said_better(one: Sighting, following: Sighting) -> bool:
     """Whether an error says little, and the next one is of the same process and says more."""
     if not (one.deaths and one.deaths[0].is_vague and following.deaths and not following.deaths[0].is_vague):
         return False
-    is_same = "what(): " in following.text or (one.rank is not None and one.rank == following.rank)
+    is_same = one.rank == following.rank or "what(): " in following.text
     return is_same and one.file == following.file and following.line - one.line < _VAGUE_LINES
 
 

@@ -107,8 +107,8 @@ class Overlapped:
 def inputs_of(model: Decoder, batch: Batch) -> Inputs:
     return make_inputs(
         *(batch.tokens_BS, batch.labels_BS, batch.documents_BS, batch.positions_BS),
-        *(model.num_mtp, model.shard_sequence, batch.images, batch.positions_3BS, batch.num_useful_B),
-        shard_hidden=model.shard_hidden,
+        *(model.num_mtp, model.shard_sequence, batch.images, batch.positions_3BS),
+        *(batch.num_useful_B, model.shard_hidden),
     )
 
 

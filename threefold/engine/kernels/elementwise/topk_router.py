@@ -193,7 +193,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_TK, grad_TE, grad_TD, *loss_grads = grads
-        x_TD, weight_ED, logits_TE, expert_TK, total, *useful = ctx.saved_tensors
+        x_TD, weight_ED, logits_TE, expert_TK, total, pad_T, useful_B = ctx.saved_tensors
         if grad_TK is None and grad_TE is None and all(grad is None for grad in loss_grads):
             return grad_TD, None, None, None, None, None
         num_tokens, num_experts = logits_TE.shape
@@ -205,7 +205,7 @@ class _Route(torch.autograd.Function):
             from threefold.engine.kernels.elementwise.topk_router_grad_triton import launch_topk_grad
 
             weight_grad, logits_grad = (None if grad is None else grad.contiguous() for grad in (grad_TK, grad_TE))
-            saved = logits_TE, expert_TK, total, *useful
+            saved = logits_TE, expert_TK, total, pad_T, useful_B
             launch_topk_grad(weight_grad, logits_grad, tuple(loss_grads), *saved, out, ctx.options, ctx.sequences)
         if weight_ED is None:
             return out, None, None, None, None, None
