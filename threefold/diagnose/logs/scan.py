@@ -216,7 +216,7 @@ class Scan:
 
     def _note_error(self, number: int, rank: int | None, text: str) -> bool:
         deaths, ends = deaths_in(text), is_raised(text)
-        if is_remark(text):
+        if is_remark(text) and not ends:
             deaths = [death for death in deaths if not (death.in_errors or death.is_vague) or death.role == "notice"]
         if not deaths and not ends and not is_error(text):
             return False
