@@ -76,6 +76,9 @@ def _hang(case: str, folder: Path, rank: int) -> None:
     for group in (dist.group.WORLD, tp, dp):
         dist.all_reduce(x, group=group)
     work = CASES[case](rank, tp, dp, x)
+    folder.joinpath(f"in_call_{rank}").touch()
+    while len(list(folder.glob("in_call_*"))) < WORLD:  # on a busy machine a rank comes seconds after another
+        time.sleep(0.05)
     time.sleep(_SECONDS_IN_CALL)
     from torch._C import _distributed_c10d as c10d
 
