@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 WORLD = 4
 TP, DP = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 _SECONDS_IN_CALL = 0.4
+_NUM_OVER = 3  # collectives before the hang
 
 
 def _late(rank: int, tp: Any, dp: Any, x: torch.Tensor) -> Any:
@@ -76,13 +78,15 @@ def _hang(case: str, folder: Path, rank: int) -> None:
     for group in (dist.group.WORLD, tp, dp):
         dist.all_reduce(x, group=group)
     work = CASES[case](rank, tp, dp, x)
-    folder.joinpath(f"in_call_{rank}").touch()
-    while len(list(folder.glob("in_call_*"))) < WORLD:  # on a busy machine a rank comes seconds after another
-        time.sleep(0.05)
-    time.sleep(_SECONDS_IN_CALL)
     from torch._C import _distributed_c10d as c10d
 
-    content = c10d._dump_fr_trace()
+    folder.joinpath(f"in_call_{rank}").touch()
+    while True:  # on a busy machine a rank, or the end of what is over, comes seconds later
+        time.sleep(_SECONDS_IN_CALL)
+        content = c10d._dump_fr_trace()
+        num_over = sum(bool(entry["retired"]) for entry in pickle.loads(content)["entries"])
+        if num_over >= _NUM_OVER and len(list(folder.glob("in_call_*"))) == WORLD:
+            break
     folder.joinpath(f"trace_rank_{rank}").write_bytes(content)
     folder.joinpath(f"trace_rank_{rank}.json").write_text(json.dumps(json.loads(c10d._dump_fr_trace_json())))
     del work
