@@ -107,7 +107,7 @@ def hf_config_of(spec: ModelSpec) -> Parts:
         "model_type": spec.family,
         "tie_word_embeddings": spec.tied,
         "text_config": text,
-        **write_encoder(spec, family.encoder),
+        **write_encoder(spec),
     }
 
 

@@ -57,17 +57,16 @@ def read_encoder(config: Fields, kind: EncoderClass) -> VisionSpec:
     )
 
 
-def write_encoder(spec: ModelSpec, kind: EncoderClass) -> Parts:
+def write_encoder(spec: ModelSpec) -> Parts:
     """The configuration of the encoder, and the ids of the tokens around pictures and in their place."""
     vision = spec.vision
     assert vision is not None
-    deepstack = {"deepstack_visual_indexes": list(vision.deepstack)}
     return {
         "vision_config": {
             "model_type": f"{spec.family}_vision",
             **{key: getattr(vision, place) for key, place in _PLACES.items()},
             "out_hidden_size": spec.dim,
-            **(deepstack if "deepstack_visual_indexes" in kind.defaults else {}),
+            "deepstack_visual_indexes": list(vision.deepstack),  # also where it is empty: Bridge 0.4 reads it
         },
         **{key: getattr(vision.tokens, place) for key, place in TOKEN_KEYS.items()},
     }
