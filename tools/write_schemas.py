@@ -49,6 +49,7 @@ SAMPLES: dict[str, list[tuple[str, ...]]] = {
     "import": [("import", "overrides.txt", "--model", "qwen3-30b-a3b", "--chip", "h100", "--gpus", "8")],
     "compare": [("compare", BRIDGE, BRIDGE.replace("-overlap", "-no-overlap")), ("compare", BRIDGE, BRIDGE)],
     "diagnose": [("diagnose", *files) for files in (("job.log",), ("quiet.log",), ("job.log", "runs/a"), ("no.log",))],
+    "load": [("load", "runs/a"), ("load", "runs/a/loads.json", "--ep", "2")],
     "find": [("find", "ulysses"), ("find", "oom", "--full")],
     "find-name": [("find", "moe_paged_stash", "--kind", "name"), ("find", "nothing_at_all", "--kind", "name")],
     "find-ab": [("find", "--ab")],

@@ -3,25 +3,22 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from threefold.api.plans import OUR_ENGINE, for_our_engine
 from threefold.cost.expert_load import is_uneven
 from threefold.cost.fit import surely_fits
 from threefold.findings import FindingsError, in_order
+from threefold.plan.load import LOADS, read_load
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.remedies.evidence import NOTHING_SEEN, Evidence
 from threefold.rules.all import advice, blockers, check, promoted
 from threefold.rules.stacks import ENGINE_LIMITS
-from threefold.safe_files import read_json
 
 if TYPE_CHECKING:
     from threefold.dryrun.rehearse_plan import Rehearsal
     from threefold.dryrun.simulated.expert_load import ExpertLoads
-
-LOADS = "loads.json"  # in the folder of a run
-MOST_TOKENS = 1e18  # of an expert; sums stay far from where a float gives out
 
 
 def rehearse(
@@ -111,24 +108,14 @@ def loads_from(path: str | Path | None, skew: float, plan: Plan) -> "tuple[Exper
 
 
 def shares_from(path: str | Path, num_experts: int) -> tuple[tuple[float, ...], str]:
-    """Tokens of each expert, from a file or the folder of a run; or what is wrong."""
-    file = Path(path) / LOADS if Path(path).is_dir() else Path(path)
+    """Tokens of each expert, from a file or the last step of a run; or what is wrong."""
     try:
-        rows = read_json(file)
-    except OSError as error:
-        return (), f"--loads {file}: {error.strerror or error}"
-    except ValueError as error:
-        return (), f"--loads {file}: {error}"
-    by_layer = rows if isinstance(rows, list) and rows and isinstance(rows[0], list) else [rows]
-    right = all(isinstance(row, list) and len(row) == num_experts and all(map(_is_load, row)) for row in by_layer)
-    shares = tuple(float(sum(column)) for column in zip(*by_layer, strict=True)) if right else ()
-    if not any(shares):
-        return (), f"--loads {file} has no {num_experts} loads, one an expert: numbers from 0 to {MOST_TOKENS:g}"
-    return shares, ""
-
-
-def _is_load(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MOST_TOKENS  # false of NaN
+        record = read_load(Path(path) / LOADS if Path(path).is_dir() else path)
+    except FindingsError as error:
+        return (), f"--loads {error.findings[0].problem}"
+    if record.num_experts != num_experts:
+        return (), f"--loads {path} has no {num_experts} loads, one an expert: it has {record.num_experts}"
+    return tuple(map(sum, zip(*(row for rows in record.counts for row in rows), strict=True))), ""
 
 
 def skew_problem(skew: float, ep: int) -> str:

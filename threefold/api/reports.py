@@ -1,13 +1,13 @@
 """A plan, a run or a tuning as one page for a browser: `threefold.make_report` and `threefold report`. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from threefold.api.comparisons import profile_run
 from threefold.api.plans import load_plan, on_measured_chip, open_plan, with_choices
-from threefold.diagnose.run_health import judge_run, slow_ranks_of
+from threefold.diagnose.run_health import judge_run, recorded_load, slow_ranks_of
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 from threefold.profile.analyze import Profile
@@ -72,7 +72,10 @@ def _run_subject(folder: Path, chip_file: str | None) -> Subject:
     view = view_plan(on_measured_chip(run.plan, chip_file))
     profile, notes = _profile(folder, run.plan)
     findings = [*run.findings, *judge_run(run, slow_ranks_of(folder))]
-    return Subject("run", str(folder), view, findings, run=run, effects=_effects(folder), profile=profile, notes=notes)
+    subject = Subject(
+        "run", str(folder), view, findings, run=run, effects=_effects(folder), profile=profile, notes=notes
+    )
+    return replace(subject, load=recorded_load(run))
 
 
 def _profile(folder: Path, plan: Plan) -> tuple[Profile | None, list[str]]:

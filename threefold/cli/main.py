@@ -40,6 +40,7 @@ VERBS = {
     "profile": "read a trace or a run, name the wall that holds it back, and list what could help",
     "diagnose": "read what a dead, slow or full job left behind: what happened, how sure that is, and what to do",
     "tune": "measure changes of a plan one variable at a time, and keep what is certainly faster",
+    "load": "say how a run's router loaded its experts, by layer and rank, and what that costs",
     "report": "write a plan, a run or a tuning as one page for a browser: drawings, findings, contract",
     "explore": "serve a page on this machine that shows how a plan changes with its degrees and knobs",
     "card": "list the claims of a project with their evidence, or measure them again",
@@ -74,6 +75,7 @@ SHOWN_AT_WORK = (
     "eval",
     "import-hf",
     "export-hf",
+    "load",
     "report",
 )
 TAKE_A_COMMAND = ("regress",)  # verbs for which the words behind `--` are the command line of another program

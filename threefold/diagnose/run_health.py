@@ -18,6 +18,7 @@ from threefold.diagnose.part import Context
 from threefold.diagnose.redact import Redactor
 from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
+from threefold.profile.expert_loads import LoadSummary, lost_text, summarize_load
 from threefold.profile.readers.run_record import RunRecord, read_run
 from threefold.remedies.catalogue import CATALOGUE
 from threefold.safe_files import check_inside, read_json_object
@@ -207,7 +208,17 @@ def run_lines(run: RunRecord, redact: Redactor) -> list[str]:
     busiest = _last(run.columns["router/load_max"])
     if len(busiest):
         lines.append(f"routers: the busiest expert gets {np.median(busiest):.2f} times the mean at the end")
+        load = recorded_load(run)
+        lines += [f"  {text}" for text in lost_text(load)[:1]] if load else []
     return lines
+
+
+def recorded_load(run: RunRecord) -> LoadSummary | None:
+    """The loads that a run recorded; None where it recorded none."""
+    try:
+        return summarize_load(run.folder, run.plan)
+    except (FindingsError, ValueError):
+        return None
 
 
 LOGS, PROFILE = "logs", "profile"

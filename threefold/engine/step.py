@@ -22,7 +22,7 @@ from threefold.engine.dist.collectives import all_reduce
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.layers.positions import move_documents
 from threefold.engine.models.inputs import labels_ahead
-from threefold.engine.moe.balance import router_metrics, update_bias
+from threefold.engine.moe.balance import rank_skew, router_metrics, update_bias
 from threefold.engine.precision.weight_cache import mark_weights_changed
 from threefold.engine.schedule.microbatch_runners import StepSums
 from threefold.plan.plan import Job, Plan
@@ -41,6 +41,7 @@ class StepResult:
     applied: bool  # False where loss or gradients were not finite, and nothing was changed
     aux: dict[str, float]  # other losses and router metrics, by name
     load_LE: Tensor | None = None  # tokens of each expert, on the device
+    own_load_LE: Tensor | None = None  # those that this rank routed, of its own layers
     loss_scale: float | None = None  # with which fp16 gradients were computed
     overflowed: bool = False  # fp16 gradients were not finite at this scale: a smaller one is tried
     by_layer: Callable[[], dict[str, Tensor]] | None = None  # computes the router metrics of each layer with experts
@@ -97,8 +98,9 @@ def train_step(
     if scaler and (applied or overflowed):
         scaler.update(overflowed)
     routers = {name: seen[name] for name in ("load_LE", "entropy_L", "dropped_L") if name in seen}
-    by_layer = partial(layer_router_metrics, routers, num_passes) if routers else None
-    return StepResult(loss, norm_value, int(num_labels), applied, aux, seen.get("load_LE"), scale, overflowed, by_layer)
+    by_layer = partial(layer_router_metrics, routers, num_passes, parts.mesh.layout.ep) if routers else None
+    loads = seen.get("load_LE"), sums.get("load_LE")
+    return StepResult(loss, norm_value, int(num_labels), applied, aux, *loads, scale, overflowed, by_layer)
 
 
 def begin_step(parts: Parts, passes: int) -> None:
@@ -194,17 +196,20 @@ def numbers_of(parts: Parts, seen: StepSums, num_passes: float | Tensor) -> dict
         return named
     entropy_L = seen["entropy_L"] / num_passes
     routers = [router for model in parts.chunks.values() for router in model.routers()]
-    return named | router_metrics(seen["load_LE"], seen["dropped_L"], entropy_L, routers)
+    ep = parts.mesh.layout.ep
+    return named | router_metrics(seen["load_LE"], seen["dropped_L"], entropy_L, routers, ep)
 
 
-def layer_router_metrics(seen: dict[str, Tensor], num_passes: float | Tensor) -> dict[str, Tensor]:
-    """The largest load over the mean one, the entropy, and the dropped part of the tokens, for each router.
+def layer_router_metrics(seen: dict[str, Tensor], num_passes: float | Tensor, ep: int = 1) -> dict[str, Tensor]:
+    """The largest load over the mean one, of experts and of expert ranks, the entropy, and the dropped part of the
+    tokens, for each router.
 
     `num_passes`: microbatches of a step over all data-parallel ranks, over which `entropy_L` is summed.
     """
     load_LE = seen["load_LE"]
     return {
         "router/load_max": load_LE.max(dim=1).values / load_LE.mean(dim=1).clamp(min=1e-9),
+        **({"router/rank_load_max": rank_skew(load_LE, ep)} if ep > 1 else {}),
         "router/entropy": seen["entropy_L"] / num_passes,
         "router/dropped": seen["dropped_L"] / load_LE.sum(dim=1).clamp(min=1),
     }

@@ -30,6 +30,7 @@ from threefold.engine.effects.recorder import RunEffects, RunReport
 from threefold.engine.profiler import StepProfiler, profiled_window
 from threefold.engine.run.folder import Metrics, append_timing, write_effects, write_expert_loads
 from threefold.engine.run.progress_display import ExperimentTrackers, Progress
+from threefold.engine.run.routing_record import RoutingRecord
 from threefold.engine.step import StepResult, evaluate_set
 from threefold.engine.throughput import PartTimes, StepWork, Throughput
 from threefold.engine.train_state import TrainState
@@ -238,6 +239,24 @@ class LogMetrics(Hook):
             write_expert_loads(self.state.folder, self.state.load_LE)
 
 
+class RecordLoads(Hook):
+    """Record how the router loads the experts (`routing.json`)."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state, self.record = state, RoutingRecord(state.parts.mesh)
+
+    def after_step(self, step: Step) -> None:
+        self.record.add(step.number, step.result.load_LE, step.result.own_load_LE)
+
+    def after_last_save(self) -> None:
+        if self.state.plan.model.is_moe:
+            self.record.gather_sources(self.state.checkpoints.group)
+
+    def at_end(self) -> None:
+        if self.state.world.is_leader:
+            self.record.write(self.state.folder)
+
+
 class Evaluate(Hook):
     """Compute the loss of each validation set every `run.eval_every` steps; stop where it no longer improves."""
 
@@ -332,6 +351,7 @@ def make_hooks(
         ReportSkippedImages(state, tell),
         ReportEffects(state, tell),
         CountSkippedSteps(state, progress),
+        RecordLoads(state),
         *profiling,
         log,
         Evaluate(state, log),

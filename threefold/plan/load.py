@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.findings import Finding, FindingsError, shown
-from threefold.safe_files import read_json
+from threefold.safe_files import check_inside, read_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -206,10 +206,11 @@ def load_problems(load: str, num_experts: int) -> list[Finding]:
 
 def read_load(path: str | Path) -> RecordedLoad:
     """The loads in a file or in the folder of a run. Raises findings."""
-    file = Path(path).expanduser()
-    if file.is_dir():
-        file = next((file / name for name in (ROUTING, LOADS) if (file / name).exists()), file / LOADS)
+    file = folder = Path(path).expanduser()
     try:
+        if folder.is_dir():
+            file = next((folder / name for name in (ROUTING, LOADS) if (folder / name).exists()), folder / LOADS)
+            check_inside(file, folder)
         stamp = file.stat()
         return _read_load(file, stamp.st_mtime_ns, stamp.st_size)
     except (OSError, ValueError) as error:

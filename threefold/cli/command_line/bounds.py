@@ -71,6 +71,7 @@ BOUNDS: dict[str, tuple[tuple[str, ...], str]] = {
         "Measures for --budget, 8 minutes without it; a trial that hangs is ended after 10 minutes or six times what "
         "it should take.",
     ),
+    "load": ((_PLAN, _METRICS, "loads of experts of 64 MiB"), "Answers in seconds."),
     "report": (
         (_PLAN, _LEDGER, _METRICS, "traces of a run of 16 MiB together, compressed"),
         "Answers in seconds; curves have at most 240 points.",

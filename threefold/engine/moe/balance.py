@@ -129,9 +129,9 @@ def update_bias(routers: Iterable[Router], loads: Iterable[Tensor], rate: float 
 
 
 def router_metrics(
-    load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Iterable[Router]
+    load_LE: Tensor, dropped_L: Tensor, entropy_L: Tensor, routers: Iterable[Router], ep: int = 1
 ) -> dict[str, Tensor]:
-    """Numbers for the metrics file that show when a router goes wrong."""
+    """Numbers for the metrics file that show when a router goes wrong, and what that costs `ep` expert ranks."""
     load_LE = load_LE.to(torch.float32)
     mean_load_L = load_LE.mean(dim=1).clamp(min=1e-9)
     biases = [router.balance_bias for router in routers if router.balance_bias is not None]
@@ -142,9 +142,17 @@ def router_metrics(
         "router/entropy": entropy_L.mean(),
         "router/dropped": dropped_L.sum() / load_LE.sum().clamp(min=1),
     }
+    if ep > 1:
+        metrics["router/rank_load_max"] = rank_skew(load_LE, ep).max()
     if biases:
         metrics["router/bias_max"] = torch.stack([bias.abs().max() for bias in biases]).max()
     return metrics
+
+
+def rank_skew(load_LE: Tensor, ep: int) -> Tensor:
+    """The load of the largest of `ep` expert ranks over the mean, for each layer."""
+    load_LX = load_LE.unflatten(1, (ep, -1)).sum(dim=2)
+    return load_LX.max(dim=1).values / load_LX.mean(dim=1).clamp(min=1e-9)
 
 
 class _AttachLoss(torch.autograd.Function):

@@ -75,7 +75,7 @@ def open_run(folder: Path, plan: Plan, lock: RunLock | None = None) -> None:
 
 def record_plan(folder: Path, plan: Plan) -> None:
     """Write the plan that the run continues with: `sample` and `export-hf` read it."""
-    _replace(folder / PLAN, dump_plan(plan, complete=True).encode())
+    replace_file(folder / PLAN, dump_plan(plan, complete=True).encode())
 
 
 def check_same_data(folder: Path, content: list[dict[str, Any]], tokenizer: dict[str, Any] | None = None) -> None:
@@ -196,7 +196,7 @@ def write_contract(
         **({TOKENIZER: tokenizer} if tokenizer else {}),
         **({"lineage": lineage} if lineage else {}),
     }
-    _replace(folder / CONTRACT, json.dumps(contract, indent=2).encode())
+    replace_file(folder / CONTRACT, json.dumps(contract, indent=2).encode())
 
 
 def _environment() -> dict[str, str]:
@@ -205,7 +205,7 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name][:200] for name in known[:_MOST_VARIABLES]}
 
 
-def _replace(path: Path, text: bytes | Iterable[bytes]) -> None:
+def replace_file(path: Path, text: bytes | Iterable[bytes]) -> None:
     """Write a file so that a run killed meanwhile leaves either the old contents or the new."""
     aside = path.with_name(path.name + ".partial")
     try:
@@ -218,12 +218,12 @@ def _replace(path: Path, text: bytes | Iterable[bytes]) -> None:
 def write_expert_loads(folder: Path, load_LE: Tensor | None) -> None:
     """Write the tokens of each expert in the last step, one list per layer: the input of `--loads`."""
     if load_LE is not None:
-        _replace(folder / LOADS, json.dumps(load_LE.round().long().tolist()).encode())
+        replace_file(folder / LOADS, json.dumps(load_LE.round().long().tolist()).encode())
 
 
 def write_effects(folder: Path, report: dict[str, Any]) -> None:
     """Write what the settings did in this start of the run (`engine/effects/recorder.py`)."""
-    _replace(folder / EFFECTS, json.dumps(report, indent=2, allow_nan=False).encode())
+    replace_file(folder / EFFECTS, json.dumps(report, indent=2, allow_nan=False).encode())
 
 
 def append_timing(
@@ -253,7 +253,7 @@ def append_timing(
         **({"profiled_steps": list(profiled)} if profiled else {}),
     }
     contract["timing"] = [*(before if isinstance(before, list) else []), timing]
-    _replace(path, json.dumps(contract, indent=2).encode())
+    replace_file(path, json.dumps(contract, indent=2).encode())
 
 
 class Metrics:
@@ -272,7 +272,7 @@ class Metrics:
         try:
             if self.path.exists():
                 open_regular(self.path).close()  # a fault of the file is none of the folder that is written to
-                _replace(self.path, _lines_until(self.path, last_step))
+                replace_file(self.path, _lines_until(self.path, last_step))
             self._file = open_to_append(self.path)
         except UnsafeFileError as error:
             advice = "move it away: the run continues with a new file"

@@ -16,12 +16,13 @@ import msgspec
 from threefold.cost.layer_work import expert_skew
 from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
+from threefold.plan.load import ROUTING
 from threefold.plan.plan import Plan
 from threefold.profile.readers.unreadable import unreadable
 from threefold.safe_files import check_inside, open_regular, read_json, read_lines
 
 PLAN, METRICS, LOADS, PROFILE = "plan.toml", "metrics.jsonl", "loads.json", "profile"
-NO_TRACES = ("contract.json", LOADS, "effects.json")  # JSON files that every run writes
+NO_TRACES = ("contract.json", LOADS, ROUTING, "effects.json")  # JSON files that every run writes
 TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
 MAX_STEPS = 100_000  # of the metrics that are in memory: the last ones
 MAX_TRACES = 4096

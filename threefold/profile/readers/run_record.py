@@ -49,6 +49,7 @@ COLUMNS = (
     "router/entropy",
     "router/idle_experts",
     "router/load_max",
+    "router/rank_load_max",
     "images",
     "vision_tflops",
     "encoder_seconds",

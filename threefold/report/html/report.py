@@ -17,6 +17,7 @@ from threefold.findings import Finding, shown
 from threefold.plan.file import dump_plan
 from threefold.plan.plan import Plan
 from threefold.profile.analyze import Profile
+from threefold.profile.expert_loads import LoadSummary
 from threefold.profile.readers.run_record import RunRecord
 from threefold.report.estimate import wall_text
 from threefold.report.html.layout_picture import layout_figure
@@ -26,7 +27,7 @@ from threefold.report.html.page import Section, Tile, copied_text, findings_list
 from threefold.report.html.pipeline_picture import pipeline_figure
 from threefold.report.html.plan_view import PlanView
 from threefold.report.html.profile_picture import profile_figure
-from threefold.report.html.run_pictures import router_figures, run_figures
+from threefold.report.html.run_pictures import load_table, router_figures, run_figures
 from threefold.report.html.time_picture import time_figure, walls_figure
 from threefold.report.html.tuning_picture import Tuning, number_pair, real_number, tuning_figures
 from threefold.units import format_bytes, format_many, format_number, format_tokens
@@ -45,6 +46,7 @@ class Subject:
     run: RunRecord | None = None
     effects: Sequence[Mapping[str, Any]] = ()
     profile: Profile | None = None
+    load: LoadSummary | None = None
     tuning: Tuning | None = None
     notes: Sequence[str] = field(default=())  # what was left out, and why
 
@@ -166,7 +168,7 @@ def _sections(subject: Subject) -> Iterator[Section]:
     if run is not None:
         yield Section("run", "Run", join(run_figures(run)))
         if figures := router_figures(run):
-            yield Section("routers", "Routers", join(figures))
+            yield Section("routers", "Routers", join([*figures, *(load_table(subject.load) if subject.load else ())]))
         if subject.effects:
             yield Section("settings", "Settings that took effect", _effects_table(subject.effects))
     if subject.profile is not None:

@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.profile.expert_loads import LoadSummary, lost_text
 from threefold.profile.readers.run_record import RunRecord
-from threefold.report.html.markup import Markup, join, tag
+from threefold.report.html.markup import Markup, html_table, join, tag
 from threefold.report.html.svg import (
     WIDTH,
     drawing,
@@ -85,12 +86,23 @@ def validation_curves(run: RunRecord) -> dict[str, Curve]:
 def router_figures(run: RunRecord) -> list[Markup]:
     said = {
         "router/load_max": ("Busiest expert over the mean", "times the mean load; 1 is level"),
+        "router/rank_load_max": ("Largest expert rank over the mean", "times the mean load; the others wait for it"),
         "router/entropy": ("Entropy of the routers", "nats"),
         "router/dropped": ("Tokens dropped", "share of the rows"),
     }
     found = [curve_figure(run.columns, name, *words) for name, words in said.items()]
     found += [loads_figure(run.loads)] if run.loads else []
     return [each for each in found if each is not None]
+
+
+def load_table(load: LoadSummary) -> list[Markup]:
+    """The recorded loads of each layer, and what they cost."""
+    header, rows = load.table()
+    return [
+        tag("h3", "Recorded loads"),
+        tag("p", ". ".join([load.summary(), *lost_text(load)])),
+        html_table(header, rows),
+    ]
 
 
 def curve_figure(
@@ -209,8 +221,8 @@ def _every(curve: Curve, most: int) -> tuple[list[float], list[float], list[floa
     )
 
 
-def loads_figure(loads: Sequence[Sequence[float]]) -> Markup:
-    """Tokens of each expert in the last step, layer by layer, over the layer's mean."""
+def loads_figure(loads: Sequence[Sequence[float]], when: str = "in the last step") -> Markup:
+    """Tokens of each expert, layer by layer, over the layer's mean."""
     shown = loads[:MOST_LAYERS]
     num_experts = max(len(row) for row in shown)
     together = -(-num_experts // MOST_EXPERTS)
@@ -243,7 +255,7 @@ def loads_figure(loads: Sequence[Sequence[float]]) -> Markup:
     ]
     left_out = f" The first {MOST_LAYERS} of {len(loads)} layers are drawn." if len(loads) > MOST_LAYERS else ""
     return figure(
-        "Load of every expert in the last step",
+        f"Load of every expert {when}",
         f"Measured, over the mean of its layer: the busiest expert of all has {max(busiest):.2f} times it.{left_out}",
         drawing(bottom + 44, f"loads of {num_experts} experts in {len(loads)} layers", *parts),
         numbers=numbers_table(["MoE layer", "busiest over mean", "idle experts", "rows"], rows),
