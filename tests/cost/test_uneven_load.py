@@ -15,6 +15,7 @@ from threefold.cost.expert_load import EVEN, SkewLevel, expected_largest, load_b
 from threefold.cost.layer_work import layer_case, layer_work
 from threefold.cost.memory.by_stack import memory, out_of_memory_chance
 from threefold.cost.rates import rates_of
+from threefold.cost.time.communication import expert_copy_seconds
 from threefold.cost.time.layer import layer_time
 from threefold.cost.time.step import step_time
 from threefold.cost.traffic.dispatch import dispatch_bytes
@@ -159,3 +160,27 @@ def test_loads_are_looked_up_once() -> None:
 
 def test_the_clean_plan_of_the_rules_has_no_load() -> None:
     assert build(CLEAN).job.load == "balanced"
+
+
+def test_copies_level_a_load_and_cost_their_weights() -> None:
+    """Half of the rows go to one of 16 ranks: a slot on each of the 15 others takes what is above the mean."""
+    plan = loaded("hot-rank", knobs__expert_balance="replicate", knobs__dispatcher="alltoall")
+    bare = loaded("hot-rank", knobs__dispatcher="alltoall")
+    balanced = loaded("balanced", knobs__dispatcher="alltoall")
+    found = load_of(plan)
+    assert found.skew == pytest.approx(1, abs=0.03)
+    assert found.copied == 15  # the hot rank sends an expert to each of the others
+    seconds = [step_time(each, rates_of(each)).step_seconds for each in (balanced, plan, bare)]
+    assert seconds == sorted(seconds)
+    weights = 15 * 3 * 2048 * 768 * (2 + 4)  # one expert to each, in bf16, and its gradient back in fp32
+    link = plan.chip.network_bandwidth
+    assert expert_copy_seconds(plan, rates_of(plan)) > weights / link
+    assert expert_copy_seconds(bare, rates_of(bare)) == 0
+
+
+def test_copies_that_are_placed_late_miss_a_load_that_moves() -> None:
+    late = load_of(loaded("drift", knobs__expert_balance="replicate", knobs__dispatcher="alltoall"))
+    assert (
+        late.skew
+        > 2 * load_of(loaded("hot-rank", knobs__expert_balance="replicate", knobs__dispatcher="alltoall")).skew
+    )

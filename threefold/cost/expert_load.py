@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from threefold.layout.replicas import place_replicas
 from threefold.plan.load import BALANCED, PERIOD, PREFIX, expert_shares, read_load
 from threefold.plan.plan import Plan
 
@@ -86,7 +87,10 @@ def load_of(plan: Plan) -> PlanLoad:
     tokens = plan.job.micro_batch * plan.job.seq_len // layout.cp // layout.tp * layout.ep * layout.etp
     recomputes = "moe" in knobs.recompute or plan.full_recompute
     in_domain = max(1, plan.link("ep").in_domain)
-    case = _Case(plan.job.load, moe.num_experts, moe.top_k, layout.ep, in_domain, tokens, num_layers, recomputes)
+    copies = plan.expert_slots, knobs.expert_balance_every
+    case = _Case(
+        plan.job.load, moe.num_experts, moe.top_k, layout.ep, in_domain, tokens, num_layers, recomputes, *copies
+    )
     return _load(replace(case, capacity=plan.expert_capacity_factor))
 
 
@@ -121,6 +125,8 @@ class _Case:
     tokens: int  # of a microbatch, in an expert-parallel group
     num_layers: int  # with experts, of a stage
     recomputes: bool  # so that one layer's rows are held at a time, and not those of all
+    slots: int  # of a rank, for copies of experts
+    every: int  # steps after which these are placed anew
     capacity: float | None = None
 
 
@@ -169,7 +175,13 @@ def _rank_loads(case: _Case, layer: int, step: int, shares: Sequence[float]) -> 
     """Rows of each rank over the mean, and copies of experts that the rank with most sends or receives."""
     local, moved = case.num_experts // case.ep, 0.0
     ranks = [sum(shares[first : first + local]) for first in range(0, case.num_experts, local)]
-    return [round(share * case.ep, 6) for share in ranks], float(moved)
+    if case.slots:
+        planned = step // case.every * case.every - 1  # placed by the counts of the step before
+        replicas = place_replicas(_mean_shares(case, layer, planned), case.ep, case.slots)
+        ranks = replicas.rank_loads(shares)
+        sent = Counter(e // local for here in replicas.copied_to for e in here)
+        moved = float(max([*sent.values(), *map(len, replicas.copied_to)]))
+    return [round(share * case.ep, 6) for share in ranks], moved
 
 
 def _deviation(case: _Case, mean: float) -> float:

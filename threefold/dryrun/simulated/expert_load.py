@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.engine.dist.host_sizes import SizeSource
+from threefold.layout.replicas import place_replicas
 from threefold.plan.load import PERIOD, expert_shares
 from threefold.plan.plan import Plan
 
@@ -75,6 +76,7 @@ class DrawnLoads(ExpertLoads):
     tokens: int = 1  # that a rank routes
     ep: int = 1
     num_layers: int = 1  # with experts, of a stage
+    slots: int = 0  # of a rank, for copies of experts
 
     @classmethod
     def of(cls, plan: Plan) -> "DrawnLoads":
@@ -82,7 +84,7 @@ class DrawnLoads(ExpertLoads):
         assert moe is not None
         tokens = job.micro_batch * job.seq_len // layout.cp // layout.tp
         num_layers = max(1, sum(layer.ffn == "moe" for layer in plan.model.layers) // layout.pp)
-        return cls((), 0, False, job.load, moe.num_experts, moe.top_k, tokens, layout.ep, num_layers)
+        return cls((), 0, False, job.load, moe.num_experts, moe.top_k, tokens, layout.ep, num_layers, plan.expert_slots)
 
     def size_source(self, layer: Callable[[], int] = lambda: 0) -> SizeSource:
         def sizes(parts: int, total: int, exact: bool) -> list[int]:
@@ -121,8 +123,17 @@ class DrawnLoads(ExpertLoads):
         return np.asarray(rows_R / np.mean(rows_R))
 
     def _rows(self, layer: int) -> NDArray[np.float64]:
-        """Rows by source rank and rank that computes them."""
-        return self._drawn(layer).reshape(self.ep, self.ep, -1).sum(axis=2).astype(np.float64)
+        """Rows by source rank and rank that computes them, with copies of experts that the same load has placed."""
+        drawn_XE = self._drawn(layer)
+        rows_XR = drawn_XE.reshape(self.ep, self.ep, -1).sum(axis=2).astype(np.float64)
+        if self.slots:
+            replicas = place_replicas(drawn_XE.sum(axis=0).tolist(), self.ep, self.slots)
+            for expert in replicas.rows:
+                for source in range(self.ep):
+                    rows_XR[source, expert // replicas.experts_per_rank] -= drawn_XE[source, expert]
+                    for rank, share in replicas.shares(expert, source).items():
+                        rows_XR[source, rank] += share * drawn_XE[source, expert]
+        return rows_XR
 
     def _drawn(self, layer: int) -> NDArray[np.int64]:
         """Token copies by source rank and expert."""
