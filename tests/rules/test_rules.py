@@ -437,6 +437,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"target": "threefold", "knobs.compile": True},
         {"target": "threefold", "knobs.compile": True, "model": "qwen3-next-80b-a3b"},
     ),
+    "wgrad-overlap-alone": (
+        {"knobs.wgrad_overlap": True, "knobs.ep_overlap": True},
+        {"knobs.wgrad_overlap": True, "knobs.ep_overlap": False, "knobs.delay_wgrad": False},
+    ),
     "engine-has-graphs": (
         {"target": "threefold", "knobs.graphs": ["attn", "moe_router", "moe_preprocess"]},
         {

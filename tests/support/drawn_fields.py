@@ -77,6 +77,7 @@ _SINGLE: dict[str, tuple[int, tuple[Any, ...]]] = {
     "knobs.param_gather_overlap": (3, (False,)),
     "knobs.tp_overlap": (3, (True,)),
     "knobs.shared_expert_overlap": (4, (True,)),
+    "knobs.wgrad_overlap": (12, (True,)),
     "knobs.optimizer_offload": (5, (0.3, 0.5, 1.0)),
     "knobs.activation_offload_layers": (8, (1, 2, 3)),
     "knobs.optimizer_dtype": (8, ("bf16",)),
@@ -133,6 +134,8 @@ _TOGETHER: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"job.packing": (True,), "job.task": ("sft",), "job.micro_batch": (1,)},
     {"job.capacity_factor": (0.6, 1.1, 1.25), "job.capacity_scope": (None,)},
     {"knobs.data_parallel": ("fsdp",), "knobs.graphs": (None,)},
+    {"knobs.wgrad_overlap": (True,), "knobs.data_parallel": ("zero1",), "knobs.dispatcher": ("alltoall",),
+     "knobs.expert_balance": (None,), **dict.fromkeys(_NO_OVERLAP, (None,))},
     {"job.mtp": (0, 1, 2), "job.mtp_weight": (0.1, 1.0)},
     {"job.dynamic_length": (True,)},
 )  # fmt: skip

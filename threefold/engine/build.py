@@ -104,6 +104,7 @@ def options_of(plan: Plan) -> Options:
         capacity_factor=job.capacity_factor if job.capacity_scope == "expert" else None,
         block_factor=plan.block_factor,
         forced_balance=job.routing == "forced-balance",
+        wgrad_overlap=plan.knobs.wgrad_overlap,
         shared_overlap=plan.knobs.shared_expert_overlap,
         expert_fusion=plan.knobs.expert_fusion,
         expert_kernels=plan.knobs.expert_kernels,

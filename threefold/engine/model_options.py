@@ -25,6 +25,7 @@ class Options:
     capacity_factor: float | None = None  # None drops no tokens
     block_factor: float | None = None  # capacity of the blocks in which a graph's rows travel; drops no tokens either
     forced_balance: bool = False  # experts take turns whatever the router says, for benchmarks
+    wgrad_overlap: bool = False  # weight gradients of experts run while gradients of rows travel back
     shared_overlap: bool = False  # shared experts run while rows are dispatched
     expert_backend: Literal["auto", "grouped", "loop"] = "auto"
     expert_fusion: bool = False  # fused expert kernels, where the device has them

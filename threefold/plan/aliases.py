@@ -38,6 +38,7 @@ _PLAIN = {
     "moe_expert_capacity_factor": "job.capacity_factor",
     "overlap_moe_expert_parallel_comm": "knobs.ep_overlap",
     "delay_wgrad_compute": "knobs.delay_wgrad",
+    "overlap_dispatch_backward_with_experts_wgrad": "knobs.wgrad_overlap",
     "moe_shared_expert_overlap": "knobs.shared_expert_overlap",
     "overlap_grad_reduce": "knobs.grad_reduce_overlap",
     "overlap_param_gather": "knobs.param_gather_overlap",

@@ -178,6 +178,9 @@ class Knobs:
     )
     ep_overlap: bool = item("hide dispatch and combine behind another microbatch", False)
     delay_wgrad: bool = item("run weight gradients where they hide communication", False)
+    wgrad_overlap: bool = item(
+        "run experts' weight gradients during the backward of dispatch; not with ep_overlap", False
+    )
     shared_expert_overlap: bool = item("run shared experts beside dispatch; not with ep_overlap", False)
     grad_reduce_overlap: bool = item("reduce gradients during backward", True)
     param_gather_overlap: bool = item("gather parameters during forward", True)

@@ -125,6 +125,8 @@ def _time_at(plan: Plan, layer: Layer, rates: Rates, skew: SkewLevel) -> LayerTi
         hidden = hidden_seconds(plan, exchange, parts, rates.hidden)
         slowdown = rates.contention * (2.5 if knobs.dispatcher == "alltoall" else 1.0)
         ep += (slowdown - 1) * hidden
+    elif knobs.wgrad_overlap:
+        ep -= rates.hidden * min(exchange, (experts - experts_once) / 2)
     host, gpu = cpu_sharing(plan, rates) * host_seconds(plan, layer, rates), busy + tp + cp + ep
     waiting, syncs = 0.0, knobs.dispatcher == "alltoall" and plan.layout.ep > 1 and bool(work.grouped_flops)
     if syncs or STACK_TRAITS[plan.target].waits_every_layer:

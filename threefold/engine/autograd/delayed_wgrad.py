@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from threefold.engine.autograd.main_grad import main_grad_of
-from threefold.engine.context import context
+from threefold.engine.context import context, count_event
 
 # A weight as the GEMM used it (a parameter or a view of one), and a function that computes its gradient. The function
 # returns None where it has added the gradient to the weight's `main_grad`.
@@ -51,6 +51,24 @@ class WgradQueue:
                 roots = [_DelayedGrad.apply(*delayed.pop(0)) for _ in range(len(delayed))]
             # One call for all of them, so that the hook of a parameter that is used in several views fires once.
             torch.autograd.backward(roots, [root.detach() for root in roots])
+
+
+def finish_in_backward(queue: WgradQueue, x: Tensor) -> Tensor:
+    """`x`, in whose backward the queue is finished: after what used it, and before what made it."""
+    return _FinishInBackward.apply(x, queue)
+
+
+class _FinishInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, queue: WgradQueue) -> Tensor:
+        ctx.queue = queue
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        count_event("weight gradient", "during dispatch", len(ctx.queue.pending))
+        ctx.queue.finish()
+        return grad, None
 
 
 def compute_wgrads(delayed: Sequence[DelayedWgrad]) -> dict[Tensor, Tensor]:

@@ -120,6 +120,14 @@ def _delay_wgrad(seen: StepEvidence) -> Effect | None:
     return Effect("delay_wgrad", "true", "queued" if queued else "computed at once", evidence, queued > 0)
 
 
+def _wgrad_overlap(seen: StepEvidence) -> Effect | None:
+    if not seen.plan.knobs.wgrad_overlap:
+        return None
+    during = seen.details("weight gradient")["during dispatch"]
+    evidence = f"{during} weight gradients of experts were computed during exchanges of gradients"
+    return Effect("wgrad_overlap", "true", "during dispatch" if during else "at once", evidence, during > 0)
+
+
 def _precision(seen: StepEvidence) -> Effect | None:
     asked = seen.plan.knobs.precision
     if asked not in RECIPES:
@@ -352,6 +360,7 @@ _SINGLE: tuple[Callable[[StepEvidence], Effect | None], ...] = (
     _dispatcher,
     _ep_overlap,
     _delay_wgrad,
+    _wgrad_overlap,
     _precision,
     _expert_fusion,
     _expert_kernels,

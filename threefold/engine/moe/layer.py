@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.autograd.delayed_wgrad import WgradQueue, finish_in_backward
 from threefold.engine.autograd.saved_tensors import inside_recompute
 from threefold.engine.autograd.token_chunks import chunk_size, run_in_chunks
 from threefold.engine.context import context, count_event
@@ -128,6 +129,13 @@ class MoeLayer(nn.Module):
 
     def compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
         """From rows as they arrived to rows ready to be sent back."""
+        if not self.options.wgrad_overlap:
+            return self._compute(x_PD, weight_P, state)
+        queue = WgradQueue()
+        with queue:  # finished once the gradients of the rows are on their way back
+            return self._compute(finish_in_backward(queue, x_PD), weight_P, state)
+
+    def _compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
         x_RD, weight_R, count_e, order = self.dispatcher.dispatch_postprocess(x_PD, weight_P, state)
         copies = self.copies
         if copies is not None and copies.replicas is None:  # no rows in the slots of copies

@@ -50,6 +50,7 @@ PLAIN: tuple[Row, ...] = (
     Row("job.bias_rate", "model.moe_router_bias_update_rate", when="stated"),
     Row("knobs.ep_overlap", "comm_overlap.overlap_moe_expert_parallel_comm", when="moe"),
     Row("knobs.delay_wgrad", "comm_overlap.delay_wgrad_compute", when="moe"),
+    Row("knobs.wgrad_overlap", "model.overlap_dispatch_backward_with_experts_wgrad", when="stated"),
     Row("knobs.tp_overlap", "comm_overlap.tp_comm_overlap"),
     Row("knobs.grad_reduce_overlap", "comm_overlap.overlap_grad_reduce", also=("ddp.overlap_grad_reduce",)),
     Row("knobs.param_gather_overlap", "comm_overlap.overlap_param_gather", also=("ddp.overlap_param_gather",)),

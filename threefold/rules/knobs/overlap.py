@@ -322,6 +322,37 @@ def tp_and_cp_need_one_connection(plan: Plan) -> Iterator[Finding]:
 
 
 @rule(
+    rows="EO-DISPBWD",
+    follows="megatron-core 0.19.2, core/transformer/transformer_config.py: it excludes overlap and delayed wgrad",
+)
+def wgrad_overlap_alone(plan: Plan) -> Iterator[Finding]:
+    """Weight gradients run during the backward of dispatch where nothing else places them.
+
+    Why: EP overlap, delayed weight gradients and schedules that split the backward have an order of their own; FSDP
+        reduces gradients as the backward leaves the experts, before the exchange begins; copies of experts have their
+        gradients summed first. Without EP nothing travels.
+    Confirm: knobs.wgrad_overlap with knobs.ep_overlap, delay_wgrad, data_parallel, expert_balance, layout.schedule, ep.
+    Fix: without it.
+    """
+    knobs, layout = plan.knobs, plan.layout
+    if not knobs.wgrad_overlap:
+        return
+    ours = plan.target == "threefold"
+    in_the_way = {
+        "ep_overlap": knobs.ep_overlap,
+        "delay_wgrad": knobs.delay_wgrad,
+        f"{knobs.data_parallel}": ours and knobs.data_parallel != "zero1",
+        "copies of experts": ours and knobs.expert_balance != "none",
+        f"the {layout.schedule} schedule": layout.schedule in ("zero-bubble", "dualpipev"),
+        f"{knobs.dispatcher}, which the engine runs it without": ours and knobs.dispatcher not in ("alltoall", "local"),
+        "EP 1, where nothing travels": layout.ep == 1 or not plan.model.is_moe,
+    }
+    if names := [name for name, is_there in in_the_way.items() if is_there]:
+        problem = f"wgrad_overlap with {' and '.join(names)}"
+        yield Finding(at="knobs.wgrad_overlap", problem=problem, fix={"knobs.wgrad_overlap": None})
+
+
+@rule(
     rows="WG-V1 EO-D7",
     refused_in=(BRIDGE_COMM_OVERLAP, "overlap_moe_expert_parallel_comm is required for delay_wgrad_compute"),
 )

@@ -28,7 +28,8 @@ def moe_backward_steps(
     where shared experts have their backward behind the routed ones, as EP overlap and shared-expert overlap run
     them. A graph gives the `line` of its pool."""
     moe, steps, is_pooled = local.model.moe, {}, line is not None
-    line = line or Timeline()
+    line, waits = line or Timeline(), local.plan.knobs.wgrad_overlap
+    delays_wgrad = delays_wgrad or waits
     assert moe is not None
     rows = MoeRows(local, local.expert_chunk_fraction)
     line.make(0.0 if is_pooled else MoeRows(local).tokens)  # the gradient of the residual stream: a graph's input
@@ -49,9 +50,21 @@ def moe_backward_steps(
     _combine(line, rows)
     if local.uses_fused_experts:
         (_fused_fp8 if local.quantized_bytes else _fused)(line, rows, delays_wgrad)
-        return {"fused_group_mlp": line.take_peak()}
+        return {"fused_group_mlp": line.take_peak()} | _wgrads_during_dispatch(line, rows, waits)
     steps["combine"] = line.take_peak()
-    return steps | _unfused(line, rows, delays_wgrad)
+    return steps | _unfused(line, rows, delays_wgrad) | _wgrads_during_dispatch(line, rows, waits)
+
+
+def _wgrads_during_dispatch(line: Timeline, rows: MoeRows, waits: bool) -> Terms:
+    """Weight gradients that waited until the gradients of rows were on their way back: FC2's, then FC1's."""
+    if not waits:
+        return {}
+    made = weight_grad_bytes(rows.local)
+    fc2_grads = made / (1 + rows.local.num_fc1)
+    line.make(rows.sent, fc2_grads)
+    line.free(fc2_grads if rows.local.fuses_grad_accumulation else 0.0)
+    line.make(made - fc2_grads)
+    return {"wgrads": line.take_peak()}
 
 
 def early_grad_rows(local: LocalSizes) -> float:
