@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.engine.dispatch.rows import sort_by_expert
-from threefold.engine.kernels.fusion_switch import without_fused_kernels
+from threefold.engine.kernels.availability import without_fused_kernels
 from threefold.engine.layers import rope
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import gated_silu

@@ -27,7 +27,7 @@ from threefold.engine.lora import lora_settings
 from threefold.engine.optim.lr_schedule import learning_rate
 from threefold.engine.step import train_step
 from threefold.engine.weights.base_checkpoint import describe_checkpoint
-from threefold.engine.weights.peft.write_adapter import write_adapter
+from threefold.engine.weights.peft import write_adapter
 from threefold.engine.weights.read_hf import read_hf
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan

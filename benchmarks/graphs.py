@@ -29,7 +29,7 @@ from threefold.engine.batch import Batch
 from threefold.engine.build import Parts, build, options_of, parts_alone
 from threefold.engine.dist.join import leave
 from threefold.engine.dist.mesh import Group, Mesh
-from threefold.engine.kernels.fusion_switch import without_fused_kernels
+from threefold.engine.kernels.availability import without_fused_kernels
 from threefold.engine.layers.cross_entropy import IGNORE
 from threefold.engine.models.build import build_model
 from threefold.engine.optim.adamw import AdamW

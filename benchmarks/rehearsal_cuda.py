@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peak_breakdown import measure_peak_breakdown
 
 from threefold.cost.memory.by_stack import memory
-from threefold.dryrun.measured.peak_breakdown import measure_peak_breakdown
 from threefold.dryrun.measured.real_rank import with_balanced_routing
 from threefold.dryrun.rehearse_rank import rehearse_rank
 from threefold.plan.parse import parse

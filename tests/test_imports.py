@@ -76,11 +76,10 @@ INSIDE: dict[str, tuple[set[str], ...]] = {
         {"anchor", "fit", "fit_rates", "training_run"},
     ),
     "cost/memory": ({"stage_memory"}, {"megatron", "threefold"}, {"by_stack"}),
-    "cost/traffic": ({"transfers"}, {"data_parallel", "dispatch"}, {"megatron", "threefold"}, {"by_stack"}),
+    "cost/traffic": ({"transfers"}, {"dispatch"}, {"megatron", "threefold"}, {"by_stack"}),
     "dryrun": (
         {"tracking"},
-        {"simulated", "collective_match", "derive_shape", "error_findings", "optimizer_step", "representatives"},
-        {"rehearsal_limits"},
+        {"simulated", "collective_match", "derive_shape", "optimizer_step", "representatives"},
         {"rehearse_rank"},
         {"memory_fit"},
         {"rehearse_plan", "measured"},

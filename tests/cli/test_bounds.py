@@ -16,20 +16,20 @@ from threefold.compare.regress import command
 from threefold.diagnose.hangs import flight_recorder
 from threefold.diagnose.logs import lines
 from threefold.diagnose.snapshots import snapshot_file
-from threefold.dryrun import rehearsal_limits
+from threefold.dryrun import rehearse_plan
 from threefold.engine import evaluate as multiple_choice
 from threefold.engine.data.images import decode
 from threefold.engine.data.text import read_documents, tokenizer_files
 from threefold.engine.run import checkpoint_manifest
 from threefold.engine.run import dcp_format as dcp_index
 from threefold.engine.weights import write_hf
-from threefold.explore import background, server
-from threefold.machine import packages
-from threefold.mcp import verbs as mcp
-from threefold.profile.readers import nsight, run_folder, run_record, unreadable
+from threefold.explore import server
+from threefold.machine import inventory
+from threefold.mcp import server as mcp
+from threefold.profile.readers import nsight, run_folder, run_record, text_stream
 from threefold.report.html import run_pictures
 from threefold.rules import fixes
-from threefold.tune import cards, check_cards, engine_measurer, ledger
+from threefold.tune import cards, engine_measurer, ledger
 
 
 def size(num_bytes: int) -> str:
@@ -42,7 +42,7 @@ TOLD: dict[str, Sequence[str]] = {
     "plan": (f"chip files of {size(toml_file.MAX_FILE_BYTES)}", f"config.json of {size(safe_files.MAX_JSON_BYTES)}"),
     "check": (f"{fixes.MOST_TRIALS} plans",),
     "estimate": (f"{estimate._MOST_SIZES} sizes",),
-    "dry-run": (f"{rehearsal_limits.MAX_MICROBATCHES:,} microbatches", f"{rehearsal_limits.MAX_PASSES:,} passes"),
+    "dry-run": (f"{rehearse_plan.MAX_MICROBATCHES:,} microbatches", f"{rehearse_plan.MAX_PASSES:,} passes"),
     "train": (
         f"indexes of checkpoints of {size(dcp_index.MAX_INDEX_BYTES)}",
         f"manifests and indexes of checkpoints of {size(checkpoint_manifest.MAX_MANIFEST_BYTES)}",
@@ -55,9 +55,9 @@ TOLD: dict[str, Sequence[str]] = {
     "compare": (f"profile of {size(sides.MAX_PROFILE_BYTES)}", f"{run_record.MAX_LINES:,} lines"),
     "regress": (f"the last {size(command.MAX_OUTPUT_BYTES)}",),
     "profile": (
-        f"{size(unreadable.MAX_TRACE_BYTES)} unpacked",
-        f"{size(unreadable.MAX_EVENT_BYTES)} an event",
-        f"{unreadable.MAX_EVENTS:,} events",
+        f"{size(text_stream.MAX_TRACE_BYTES)} unpacked",
+        f"{size(text_stream.MAX_EVENT_BYTES)} an event",
+        f"{text_stream.MAX_EVENTS:,} events",
         f"within {nsight.MAX_SECONDS:.0f} s",
         f"line by line, {size(safe_files.MAX_LINE_BYTES)} each",
         f"{run_folder.MAX_STEPS:,} steps",
@@ -76,14 +76,14 @@ TOLD: dict[str, Sequence[str]] = {
     "explore": (
         f"{server.MOST_CONNECTIONS} connections",
         f"{size(server.MOST_BODY)} a request",
-        f"{background.LIMIT_SECONDS:.0f} s",
+        f"{server.LIMIT_SECONDS:.0f} s",
     ),
     "card": (f"cards of {size(cards.MAX_CARD_BYTES)}",),
     "eval": (f"{size(multiple_choice.MAX_LINE_BYTES)} a line",),
     "export-hf": (f"{write_hf.MAX_SHARD_BYTES // 10**9} GB",),
     "find": (f"{find.MOST} entries",),
     "mcp": (f"{mcp.SECONDS:.0f} s", size(mcp.BYTES), f"{mcp.CHARACTERS:,} characters"),
-    "env": (f"{packages._IMPORT_SECONDS} s",),
+    "env": (f"{inventory._IMPORT_SECONDS} s",),
 }
 
 
@@ -112,4 +112,4 @@ def test_limits_of_time_are_those_of_the_flags() -> None:
         assert f"--limit, {default(verb, '--limit') / 60:.0f} minutes" in bounds_of(verb)
     assert f"--budget, {default('tune', '--budget') / 60:.0f} minutes" in bounds_of("tune")
     assert f"--budget, {default('calibrate', '--budget'):.0f} s" in bounds_of("calibrate")
-    assert (check_cards.LIMIT_FACTOR, engine_measurer.LIMIT_FACTOR) == (4, 6)  # in words in the texts
+    assert (cards.LIMIT_FACTOR, engine_measurer.LIMIT_FACTOR) == (4, 6)  # in words in the texts

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from threefold.cli.command_line.candidates import candidates, split_line
 from threefold.cli.command_line.reference import flags_by_verb
-from threefold.cli.completion import SCRIPTS
+from threefold.cli.completion import SCRIPTS, candidates, split_line
 from threefold.cli.main import VERBS, main
 from threefold.plan.table import FIELDS
 from threefold.spec.chips import CHIPS

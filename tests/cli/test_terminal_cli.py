@@ -9,8 +9,7 @@ import sys
 import pytest
 from repository import ROOT
 
-from threefold.cli.command_line.out import Out
-from threefold.cli.command_line.terminal_line import QUIET_SECONDS, WorkingLine, colored, uses_color
+from threefold.cli.command_line.out import QUIET_SECONDS, Out, WorkingLine, colored, uses_color
 from threefold.cli.main import SHOWN_AT_WORK, VERBS
 
 WORDS = ["check", "recipes/deepseek-v3-128k-256xh100-fp8.toml", "layout.ep=48"]

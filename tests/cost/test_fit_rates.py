@@ -17,7 +17,7 @@ from threefold.cost.fit_rates import (
 )
 from threefold.cost.rates import Rates, calibration
 from threefold.cost.time.step import step_time
-from threefold.machine.calibration_plans import calibration_plans
+from threefold.machine.calibrate import calibration_plans
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
 

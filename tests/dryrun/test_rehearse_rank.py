@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from peak_breakdown import measure_peak_breakdown
 from plans import build
 from rehearsal_plans import GPU, rehearsal_cpu, tiny
 from torch import nn
 
-from threefold.dryrun.measured.peak_breakdown import measure_peak_breakdown
 from threefold.dryrun.optimizer_step import run_step
 from threefold.dryrun.rehearse_plan import rehearse
 from threefold.dryrun.rehearse_rank import rehearse_rank

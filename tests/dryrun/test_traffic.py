@@ -11,7 +11,7 @@ from tiny_models import spec_of
 
 from threefold.cost import local_parameters
 from threefold.cost.traffic.by_stack import traffic
-from threefold.cost.traffic.threefold import tensor_parallel
+from threefold.cost.traffic.threefold import step
 from threefold.engine import build as engine
 from threefold.engine.data_parallel.protocol import data_parallel_settings
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
@@ -184,7 +184,7 @@ def test_small_buckets_and_chunks_of_the_loss(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(local_parameters, "BUCKET_ELEMENTS", elements)
     monkeypatch.setitem(loss._CHUNK_BYTES, "cpu", logits)
-    monkeypatch.setitem(tensor_parallel._LOGITS_BYTES, "cpu", logits)
+    monkeypatch.setitem(step._LOGITS_BYTES, "cpu", logits)
     plan = plan_of("deepseek_v3", 4, MTP | FOUR, tp=2, ep=2, job_seq_len=300, job_global_batch=2)
     assert len([entry for entry in traffic(plan) if (entry.axis, entry.operation) == ("tp", "all_reduce")]) == 4
     seen: Ledger = sum(run_ranks(4, on_rank, plan), Counter())

@@ -17,9 +17,8 @@ from plans import CLEAN
 from repository import ROOT
 
 from threefold.explore import server as explorer_server
-from threefold.explore.background import Background
 from threefold.explore.request import Started
-from threefold.explore.server import MOST_BODY, MOST_CONNECTIONS, ExplorerServer
+from threefold.explore.server import MOST_BODY, MOST_CONNECTIONS, Background, ExplorerServer
 from threefold.findings import FindingsError
 
 LIMIT = 120.0

@@ -39,7 +39,7 @@ def test_a_launcher_starts_the_ranks_and_ends_them(tmp_path: Path) -> None:
 def test_one_rank_of_a_layout_with_rehearsed_peers(tmp_path: Path) -> None:
     many = {"cluster.gpus": 64, "job.global_batch": 32, "layout.pp": 1, "layout.ep": 4, "layout.tp": 2}
     fields = dict(build({**FIELDS, **many}).written)
-    module = ("-m", "threefold.dryrun.measured.rank_steps", "5")
+    module = ("-m", "threefold.dryrun.measured.measure", "5")
     with PlanSession(tmp_path, 1, {}, module) as session:
         found = session.measure(fields, WINDOW, 150.0)
         assert "error" not in found, found

@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.layout.dynamic_cp import cp_degree, cp_degrees, num_dynamic_groups, row_multiple
+from threefold.layout.degrees import cp_degree, cp_degrees, num_dynamic_groups, row_multiple
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from threefold.findings import FindingsError
-from threefold.layout.degrees import AXES, DENSE_AXES, EXPERT_AXES, Layout
-from threefold.layout.links import axis_link, domain_ranks
+from threefold.layout.degrees import AXES, DENSE_AXES, EXPERT_AXES, Layout, axis_link, domain_ranks
 from threefold.layout.stages import Chunk, balance, chunk_rank, format_stages, parse_stages
 from threefold.spec.chips import CHIPS
 

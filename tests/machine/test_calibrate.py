@@ -14,8 +14,7 @@ from threefold.cost.time.step import step_time
 from threefold.findings import FindingsError
 from threefold.launch.plan_session import Speed
 from threefold.machine import calibrate as machine
-from threefold.machine.calibrate import assumed_rates, calibrate, write_chip_file
-from threefold.machine.calibration_plans import calibration_plans
+from threefold.machine.calibrate import assumed_rates, calibrate, calibration_plans, write_chip_file
 from threefold.machine.own_chip_file import own_chip_path, priced_here
 from threefold.plan.parse import parse
 from threefold.rules.all import errors, judge, promoted

@@ -18,8 +18,7 @@ from threefold.cli.env import env_text
 from threefold.cli.main import main
 from threefold.findings import Finding
 from threefold.machine import inventory
-from threefold.machine.inventory import Gpu, KernelProbe, Machine
-from threefold.machine.packages import PACKAGES, Package, PackageStatus, check_package
+from threefold.machine.inventory import PACKAGES, Gpu, KernelProbe, Machine, Package, PackageStatus, check_package
 from threefold.machine.plan_check import machine_findings
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan

@@ -11,8 +11,8 @@ import pytest
 from mcp import Client, StdioServerParameters
 from repository import ROOT
 
-from threefold.mcp import verbs
-from threefold.mcp.folders import OutsideError, check_overrides, check_plan, inside
+from threefold.mcp import server
+from threefold.mcp.server import OutsideError, check_overrides, check_plan, inside
 
 TOOLS = {"find", "setting", "published_pairs", "explain", "plan", "fit", "check", "estimate", "compare_plans"}
 TOOLS |= {"diagnose", "export"}
@@ -117,5 +117,5 @@ def test_a_link_that_leads_outside_is_outside(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(verbs, "SECONDS", 0.01)
-    assert verbs.run_verb(["rules"], tmp_path)["exit_code"] == 124
+    monkeypatch.setattr(server, "SECONDS", 0.01)
+    assert server.run_verb(["rules"], tmp_path)["exit_code"] == 124

@@ -43,7 +43,7 @@ from threefold.engine.verify.forked_ranks import run_ranks
 from threefold.engine.weights.hf_names import hf_layouts
 from threefold.engine.weights.imported_weights import INITIAL
 from threefold.engine.weights.model_shapes import MODEL
-from threefold.engine.weights.peft.merge import MergedTensors
+from threefold.engine.weights.peft import MergedTensors
 from threefold.engine.weights.write_hf import write_hf
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mutation_registry import breaks, completed_call, replace_attribute, wrap_attribute
 
-from threefold.engine.layers import projection_norm
+from threefold.engine.layers import norm
 from threefold.engine.layers.positions import Positions
 from threefold.engine.models import decoder
 from threefold.engine.shard import tensor_parallel
@@ -12,20 +12,20 @@ from threefold.engine.shard import tensor_parallel
 
 @breaks("olmoe tp ep", often=True)
 def norms_over_all_heads_see_the_heads_of_one_rank() -> None:
-    replace_attribute(projection_norm, "all_reduce", completed_call)
+    replace_attribute(norm, "all_reduce", completed_call)
 
 
 @breaks("olmoe tp ep")
 def gradients_of_norms_over_all_heads_are_not_summed() -> None:
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        summed = replace_attribute(projection_norm, "all_reduce", completed_call)
+        summed = replace_attribute(norm, "all_reduce", completed_call)
         try:
             return old(ctx, grad)
         finally:
-            projection_norm.all_reduce = summed
+            norm.all_reduce = summed
 
-    old = projection_norm._ShardedRmsNorm.backward
-    projection_norm._ShardedRmsNorm.backward = staticmethod(backward)
+    old = norm._ShardedRmsNorm.backward
+    norm._ShardedRmsNorm.backward = staticmethod(backward)
 
 
 @breaks("minimax tp of copied key heads")

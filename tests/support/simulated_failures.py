@@ -1,4 +1,4 @@
-"""A run under failures, played out event by event: what the formula of `cost/training_run/goodput.py` is held to.
+"""A run under failures, played out event by event: what the formula of `cost/training_run/training_run.py` is held to.
 
 Nothing of the formula is used. Failures, restarts, repairs and checkpoints happen one after another on a clock.
 """
@@ -7,7 +7,7 @@ import heapq
 import math
 import random
 
-from threefold.cost.training_run.goodput import FailureModel
+from threefold.cost.training_run.training_run import FailureModel
 
 
 def simulated_goodput(

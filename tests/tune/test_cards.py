@@ -12,8 +12,7 @@ from threefold.cli import card as verb
 from threefold.findings import FindingsError
 from threefold.machine.inventory import Machine
 from threefold.report.cards import cards_markdown
-from threefold.tune.cards import Figure, read_card
-from threefold.tune.check_cards import check_card
+from threefold.tune.cards import Figure, check_card, read_card
 
 CARD = """
 claim = "ours takes {seconds}, {ratio} times less than theirs"

@@ -11,7 +11,7 @@ from tests.support.tuned_plans import tuned
 from threefold.cost.chip_file import chip_file_text, read_chip_file
 from threefold.cost.rates import calibration, rates_of
 from threefold.cost.time.step import step_time
-from threefold.machine.calibration_plans import calibration_plans
+from threefold.machine.calibrate import calibration_plans
 from threefold.spec.chips import CHIPS
 from threefold.tune.ledger import open_ledger
 from threefold.tune.recalibrate import measured_plans, recalibrate

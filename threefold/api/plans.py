@@ -23,7 +23,7 @@ from threefold.rules.all import check as check_rules
 from threefold.search.recompute import resolve_recompute
 from threefold.search.sweep import Point, Sweep
 from threefold.search.sweep import sweep as sweep_fields
-from threefold.spec.clusters.operations import problem_with
+from threefold.spec.chip_description import problem_with
 
 OUR_ENGINE = "threefold"
 MOST_TOKENS = 1e18
@@ -122,7 +122,7 @@ def estimate_training(
     """What a whole training takes: days, GPU-hours, energy, money, checkpoints, host memory, and what failures leave.
 
     `price` is of a GPU-hour, in any currency. `assumed` replaces figures about the cluster by name
-    (`threefold.spec.clusters.operations.Operations`), such as {"gpu_mtbf_hours": 20_000}.
+    (`threefold.spec.chip_description.Operations`), such as {"gpu_mtbf_hours": 20_000}.
     """
     _check_figures(tokens, price, assumed or {})
     plan = on_measured_chip(plan, chip_file)

@@ -16,8 +16,8 @@ from threefold.rules.all import errors
 from threefold.rules.stacks import target_for
 from threefold.search.fit import FitPoint, fit_points
 from threefold.search.search import SearchResult, search
+from threefold.spec.chip_description import chip_named
 from threefold.spec.chips import ChipSpec
-from threefold.spec.clusters.chip_description import chip_named
 
 
 def find_plan(

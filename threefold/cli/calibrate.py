@@ -1,11 +1,10 @@
 """`threefold calibrate`: measure this machine, and let estimates use what was measured."""
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
-from threefold.cli.command_line.inputs import duration, print_findings, the_plan
+from threefold.cli.command_line.inputs import duration, print_findings, say, the_plan
 from threefold.cli.command_line.out import print_json
 from threefold.findings import Finding, FindingsError
 from threefold.machine.calibrate import Calibrated, calibrate, write_chip_file
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         _check_runs_here(plan, chip, here)
         _tune_kernels(plan, here)
     with tempfile.TemporaryDirectory() as folder:
-        found = calibrate(chip, plan, Path(folder), args.budget, _say, two_ranks=chip == "cpu")
+        found = calibrate(chip, plan, Path(folder), args.budget, say, two_ranks=chip == "cpu")
     return _tell(args, found, here)
 
 
@@ -80,14 +79,10 @@ def _tune_kernels(plan: Plan, here: Machine) -> None:
     from threefold.engine.tune.trial_steps import free_gpu_memory
 
     for shape, choice in tune_experts_of_plan(plan).items():
-        _say(f"experts {shape}: {choice}")
-    for one in tune_attention_of_plan(plan, _say):
-        _say(f"attention of dim {one.dim} at {one.length}: " + ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked()))
+        say(f"experts {shape}: {choice}")
+    for one in tune_attention_of_plan(plan, say):
+        say(f"attention of dim {one.dim} at {one.length}: " + ", ".join(f"{n} {t} TFLOP/s" for n, t in one.ranked()))
     free_gpu_memory()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _tell(args: argparse.Namespace, found: Calibrated, here: Machine) -> int:

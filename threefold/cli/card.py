@@ -9,8 +9,7 @@ from threefold.cli.command_line.out import print_json
 from threefold.findings import Finding, FindingsError
 from threefold.machine.inventory import this_machine
 from threefold.report.cards import cards_markdown, cards_text, checked_text
-from threefold.tune.cards import Card, read_card
-from threefold.tune.check_cards import check_card, why_not_here
+from threefold.tune.cards import Card, check_card, read_card, why_not_here
 
 FOLDER = Path("cards")
 

@@ -7,8 +7,8 @@ from typing import Any
 from threefold.cli.command_line.out import print_json
 from threefold.report.terminal import table
 from threefold.spec.candidates import Candidate, dispatcher_candidates, precision_candidates
+from threefold.spec.chip_description import PREFIX, find_chip, is_file_name
 from threefold.spec.chips import CHIPS, ChipSpec
-from threefold.spec.clusters.chip_description import PREFIX, find_chip, is_file_name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,11 @@
 """`threefold compare`: two plans, runs or traces side by side, and which difference explains how much."""
 
 import argparse
-import math
 import sys
 from functools import partial
 
 from threefold.api.comparisons import compare_runs
-from threefold.cli.command_line.inputs import add_chip_file, print_findings, step_window
+from threefold.cli.command_line.inputs import add_chip_file, percentage, print_findings, step_window
 from threefold.cli.command_line.out import drawn, print_json
 from threefold.compare.comparison import Comparison
 from threefold.findings import FindingsError, in_order
@@ -22,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument(
         "--fail-above",
-        type=_percent,
+        type=percentage,
         metavar="PERCENT",
         help="exit with 1 where B is certainly slower than A by more than this, with 125 where nothing can be judged",
     )
@@ -70,13 +69,6 @@ def _judged(found: Comparison, fail_above: float | None) -> dict[str, object]:
     if fail_above is None or found.speed is None:
         return {}
     return {"fail_above": {"percent": fail_above, "failed": found.speed.is_slower_by(fail_above)}}
-
-
-def _percent(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a percentage of 0 or more")
-    return value
 
 
 def _plot(found: Comparison, path: str) -> None:

@@ -20,11 +20,16 @@ from threefold.fields import MAX_RANKS
 from threefold.findings import Finding, FindingsError, did_you_mean, in_order
 from threefold.machine.own_chip_file import NO_CHIP_FILE
 from threefold.plan.plan import Plan
-from threefold.report.estimate import estimate_summary, estimate_text
-from threefold.report.training_text import point_json, training_summary, training_text, usual_sizes
+from threefold.report.estimate import (
+    estimate_summary,
+    estimate_text,
+    point_json,
+    training_summary,
+    training_text,
+    usual_sizes,
+)
 from threefold.rules.all import advice, errors
-from threefold.spec.clusters.operations import FIELDS as OPERATIONS
-from threefold.spec.clusters.operations import problem_with
+from threefold.spec.chip_description import OPERATIONS, problem_with
 
 MOST_JITTER = 0.5
 _MOST_SIZES = 200  # of a curve
@@ -111,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(estimate_text(plan, guess, ledger, overfull, advice(plan)))
         if simulated:
-            from threefold.report.simulation import simulation_text
+            from threefold.report.estimate import simulation_text
 
             print(f"\n{simulation_text(simulated, args.jitter)}")
     return 1 if errors(overfull) else 0

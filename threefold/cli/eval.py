@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import add_newest, sequence_length
-from threefold.cli.command_line.models import MODEL_FOLDER, open_model
+from threefold.cli.command_line.inputs import MODEL_FOLDER, add_newest, open_model, sequence_length
 from threefold.cli.command_line.out import UsageError, print_json
 from threefold.machine.finetune.checkpoint_facts import data_facts
 from threefold.units import format_many

@@ -7,7 +7,7 @@ import webbrowser
 
 from threefold.api.plans import open_plan, with_choices
 from threefold.cli.command_line.inputs import add_json, print_findings
-from threefold.cli.command_line.sigterm import end_on_sigterm
+from threefold.cli.command_line.out import end_on_sigterm
 from threefold.explore.request import Started
 from threefold.explore.server import ExplorerServer
 from threefold.rules.all import errors

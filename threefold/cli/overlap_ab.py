@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from threefold.api.plans import for_our_engine
-from threefold.cli.command_line.inputs import add_plan_arguments, duration, plan_from, print_findings
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, plan_from, print_findings, whole_number
 from threefold.compare.contract import label_of
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
@@ -25,20 +25,10 @@ SHOWN = 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser)
     parser.add_argument(
-        "--warmup", type=_at_least(0), default=2, metavar="N", help="steps before the steady window (2)"
+        "--warmup", type=whole_number(0), default=2, metavar="N", help="steps before the steady window (2)"
     )
-    parser.add_argument("--steps", type=_at_least(1), default=5, metavar="N", help="steps of the steady window (5)")
+    parser.add_argument("--steps", type=whole_number(1), default=5, metavar="N", help="steps of the steady window (5)")
     parser.add_argument("--limit", type=duration, default=600.0, metavar="TIME", help="what the ranks may take (10m)")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
-        return value
-
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import duration
-from threefold.cli.command_line.out import UsageError, print_json
-from threefold.cli.command_line.sigterm import end_on_sigterm
+from threefold.cli.command_line.inputs import duration, percentage, say, whole_number
+from threefold.cli.command_line.out import UsageError, end_on_sigterm, print_json
 from threefold.compare.regress.command import ELAPSED, Command
 from threefold.compare.regress.hunt import Hunted, hunt
 from threefold.compare.regress.trials import Trials
@@ -26,12 +25,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A.toml", help="the plan that works, or is fast")
     parser.add_argument("b", metavar="B.toml", help="the plan that fails, or is slow")
     parser.add_argument(
-        "--repeats", type=_count, default=6, metavar="N", help="rounds of a plan at most, each beside plan A (6)"
+        "--repeats",
+        type=whole_number(1, 1000),
+        default=6,
+        metavar="N",
+        help="rounds of a plan at most, each beside plan A (6)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the hunt; the same command goes on in it")
     parser.add_argument("--limit", type=duration, default=600.0, metavar="TIME", help="what a trial may take (10m)")
     parser.add_argument(
-        "--worse-by", type=_percent, default=2.0, metavar="PERCENT", help="smallest slowdown that counts (2)"
+        "--worse-by", type=percentage, default=2.0, metavar="PERCENT", help="smallest slowdown that counts (2)"
     )
     parser.add_argument(
         "--metric",
@@ -54,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         folder = args.out or _default_folder(question)
         print(f"trials are kept in {folder}", file=sys.stderr)
         with end_on_sigterm():
-            trials = Trials(folder, command, question, _say)
-            found = hunt(plans[0], plans[1], trials, args.repeats, args.worse_by / 100, _say, args.anyway)
+            trials = Trials(folder, command, question, say)
+            found = hunt(plans[0], plans[1], trials, args.repeats, args.worse_by / 100, say, args.anyway)
     except KeyboardInterrupt:
         print(
             "\nthreefold regress: interrupted; the same command goes on with the trials that are done", file=sys.stderr
@@ -100,21 +103,3 @@ def _question(plans: list[Plan], command: Command, args: argparse.Namespace) -> 
 def _default_folder(question: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:8]
     return Path("runs") / f"regress-{question['a'][:6]}-{question['b'][:6]}-{digest}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and 1000")
-    return value
-
-
-def _percent(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a percentage of 0 or more")
-    return value

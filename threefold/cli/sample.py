@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from threefold.cli.command_line.inputs import add_json, add_newest
-from threefold.cli.command_line.models import MODEL_FOLDER, open_model
+from threefold.cli.command_line.inputs import MODEL_FOLDER, add_json, add_newest, open_model
 from threefold.cli.command_line.out import UsageError
 from threefold.findings import Finding, FindingsError
 from threefold.safe_files import MAX_JSON_BYTES, read_bounded

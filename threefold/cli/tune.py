@@ -9,9 +9,8 @@ from typing import Any
 
 from threefold.api.plans import for_our_engine
 from threefold.api.tunings import read_tuning, tune_plan
-from threefold.cli.command_line.inputs import add_plan_arguments, duration, the_plan
-from threefold.cli.command_line.out import UsageError, print_json
-from threefold.cli.command_line.sigterm import end_on_sigterm
+from threefold.cli.command_line.inputs import add_plan_arguments, duration, say, the_plan, whole_number
+from threefold.cli.command_line.out import UsageError, end_on_sigterm, print_json
 from threefold.findings import Finding, FindingsError
 from threefold.interop.megatron.export_plan import BRIDGE
 from threefold.launch.slurm import Options
@@ -28,9 +27,13 @@ AWAITING = 3  # exit code: jobs were written, and their logs are not there yet
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan_arguments(parser, optional=True)
     parser.add_argument("--budget", type=duration, default=480.0, metavar="TIME", help="such as 90s or 8m (8m)")
-    parser.add_argument("--trials", type=_count, metavar="N", help="changes to try at most (default: as time allows)")
+    parser.add_argument(
+        "--trials", type=whole_number(0, 100_000), metavar="N", help="changes to try at most (default: as time allows)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the tuning; the same command goes on in it")
-    parser.add_argument("--seed", type=_seed, metavar="N", help="of initialization and data (default: the plan's)")
+    parser.add_argument(
+        "--seed", type=whole_number(0), metavar="N", help="of initialization and data (default: the plan's)"
+    )
     parser.add_argument(
         "--try", dest="tries", action="append", default=[], metavar="path=value", help="a change of your own to try too"
     )
@@ -41,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--formats", action="store_true", help="try other formats of numbers too: a winner is then a new experiment"
     )
     parser.add_argument(
-        "--rank", type=_seed, metavar="N", help="run this rank alone, with rehearsed peers, for a layout of many ranks"
+        "--rank",
+        type=whole_number(0),
+        metavar="N",
+        help="run this rank alone, with rehearsed peers, for a layout of many ranks",
     )
     parser.add_argument(
         "--launcher", default="", metavar="COMMAND", help="what starts one process a rank on a cluster, such as srun"
@@ -88,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
     folder = args.out or Path("runs") / f"tune-{Path(args.plan).stem}-{plan.hash}"
     found = tune_plan(
         plan, folder, args.budget, args.trials, tries, args.keep, args.formats, args.rank, shlex.split(args.launcher),
-        Options(time=args.time, partition=args.partition, account=args.account), args.plan, _command(args), _say,
+        Options(time=args.time, partition=args.partition, account=args.account), args.plan, _command(args), say,
     )  # fmt: skip
     _tell(tuned_json(found, folder), args.json, tuned_text)
     return 0
@@ -124,21 +130,3 @@ def _tries(words: list[str]) -> tuple[tuple[dict[str, Any], ...], list[Finding]]
         found.append(changes)
         problems += more
     return tuple(found), problems
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100000")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value

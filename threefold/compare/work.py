@@ -15,7 +15,7 @@ import numpy as np
 
 from threefold.compare.contract import model_fact_differences
 from threefold.compare.sides import Side
-from threefold.cost.vision.planned_pictures import expected_patches
+from threefold.cost.vision import expected_patches
 from threefold.findings import Finding, Severity, shown
 from threefold.plan.plan import Plan
 from threefold.plan.same_run import listed

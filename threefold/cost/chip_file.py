@@ -1,6 +1,6 @@
 """Chip files: TOML files with facts and rates measured on the user's own machine, which replace the shipped ones.
 
-    chip = "h100"                 # or "file:..." of a chip that is not shipped (spec/clusters/chip_description.py)
+    chip = "h100"                 # or "file:..." of a chip that is not shipped (spec/chip_description.py)
     measured = "2026-11-15 on 1 x H100, torch 2.11"
     precisions = ["bf16"]
     [facts]
@@ -28,8 +28,8 @@ import tomli_w
 from threefold.cost.rates import Rates, rates_to
 from threefold.findings import Finding, FindingsError, did_you_mean, nearest, shown
 from threefold.plan.plan import Plan
+from threefold.spec.chip_description import find_chip, is_file_name
 from threefold.spec.chips import CHIPS, ChipSpec
-from threefold.spec.clusters.chip_description import find_chip, is_file_name
 from threefold.toml_file import load_toml
 
 FACTS = ("memory_bytes", "memory_bandwidth", "domain_bandwidth", "network_bandwidth", "host_bandwidth", "cores")

@@ -12,12 +12,12 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from threefold.cost.vision.parameters import vision_parameters
+from threefold.cost.vision import vision_parameters
 from threefold.layout.degrees import Layout
 from threefold.layout.stages import Chunk, balance, chunk_rank
 from threefold.plan.plan import Plan
 from threefold.spec.model import CompressedSpec, DeltaSpec, GqaSpec, Layer, MambaSpec, MlaSpec, ModelSpec, MoeSpec
-from threefold.spec.parameter_names import is_frozen, part_of
+from threefold.spec.params import is_frozen, part_of
 
 # How a parameter is sharded: not at all, over tp, over tp by rows of the vocabulary, over the expert grid, over ep
 # alone. A number means over tp, by so many heads.

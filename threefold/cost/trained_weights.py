@@ -4,13 +4,10 @@
 Plans in which everything trains take the short way through each function.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from threefold.cost.local_parameters import (
-    LocalParameter,
     Training,
     language_parameters,
     stage_parameters,
@@ -18,7 +15,7 @@ from threefold.cost.local_parameters import (
 )
 from threefold.plan.plan import Plan
 from threefold.spec.model import CompressedSpec, MlaSpec, ModelSpec
-from threefold.spec.parameter_names import PARTS
+from threefold.spec.params import PARTS
 
 _ALL_GEMMS = (3.0, 1.0)  # forward, gradient of the input, gradient of the weight; how many are the last
 _FROZEN_GEMMS = (2.0, 0.0)
@@ -175,20 +172,3 @@ def trained_by_name(plan: Plan) -> tuple[float, float]:
     trained = [one for stage in stage_parameters(plan, vocab_rows) for one in stage if not one.is_frozen]
     experts = sum(one.elements for one in trained if one.is_expert)
     return (sum(one.elements for one in trained) - experts) / plan.layout.pp, experts / plan.layout.pp
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCounts:
-    """Adapters of one layer that keep their hidden rows of the adapter's rank for a weight gradient."""
-
-    sharded: int  # inside a tensor-parallel module
-    replicated: int  # on the rank's own tokens: MLA's down projections
-    experts: int
-
-
-def adapter_counts(plan: Plan, layer_parameters: Sequence[LocalParameter]) -> AdapterCounts:
-    """The adapters among the parameters of a layer."""
-    names = [one.name for one in layer_parameters if one.name.endswith("lora_b") and not one.is_frozen]
-    experts = sum(".experts." in name for name in names)
-    replicated = sum(name.endswith(("q_down.lora_b", "kv_down.lora_b")) for name in names)
-    return AdapterCounts(len(names) - experts - replicated, replicated, experts)

@@ -6,7 +6,7 @@ The engine's step reads the loss and the gradient norm on the host. Tensors of a
 
 import torch
 
-from threefold.cost.vision.planned_pictures import planned_pictures
+from threefold.cost.vision import planned_pictures
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.engine.batch import Batch, Images
 from threefold.engine.build import Parts

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from threefold.dryrun.error_findings import errors_as_findings
 from threefold.dryrun.optimizer_step import run_step
 from threefold.dryrun.representatives import reduce_microbatches
 from threefold.dryrun.simulated.byte_ledger import ByteLedger
@@ -38,14 +37,21 @@ from threefold.dryrun.tracking.memory_terms import (
     moe_layer_paths,
     term_of,
 )
-from threefold.dryrun.tracking.memory_tracker import Allocation, MemoryTracker, OperatorObserver
-from threefold.dryrun.tracking.timeline import LiveChange, live_bytes_timeline, live_changes
+from threefold.dryrun.tracking.memory_tracker import (
+    Allocation,
+    LiveChange,
+    MemoryTracker,
+    OperatorObserver,
+    live_bytes_timeline,
+    live_changes,
+)
 from threefold.engine.build import Parts, build
 from threefold.engine.device import simulate
 from threefold.engine.dist.collectives import observe_collectives
 from threefold.engine.dist.host_sizes import SizeSource, sizes_from
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.schedule.microbatch_runners import Pipelined
+from threefold.findings import Finding, FindingsError
 from threefold.plan.plan import Plan
 
 ALLOCATOR_GRANULE_BYTES = 512  # torch's CUDA allocator rounds sizes up to a multiple
@@ -287,3 +293,21 @@ def _live_tensor(allocation: Allocation, size: int, moe_layers: set[str], has_lo
         dtype=allocation.dtype_name,
         operation=str(allocation.operation),
     )
+
+
+@contextmanager
+def errors_as_findings(plan: Plan, rank: int, origins: OriginTracker) -> Iterator[None]:
+    """Raise any exception of the block as a `FindingsError` with rank, stage, phase and module; findings pass."""
+    try:
+        yield
+    except FindingsError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        finding = Finding(
+            rule="rehearsal-runs",
+            at=f"rank {rank}, stage {plan.layout.coordinate('pp', rank)}: {origins.failed_at or origins.current()}",
+            problem=f"the engine stopped: {type(error).__name__}: {lines[0][:300]}",
+            advice="the plan cannot train as it is; change what the place names, or report it with the plan",
+        )
+        raise FindingsError([finding]) from error

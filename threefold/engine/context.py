@@ -46,7 +46,7 @@ class EngineContext:
     recording_graph: bool = False
     # graphs/full_iteration.py: blocks of a fixed size for the rows of an exchange; None: as many as there are.
     static_rows: Any = None
-    # graphs/model_graphs.py: makes the recorders of a dry run in place of those of a GPU; None: a GPU records.
+    # graphs/scopes.py: makes the recorders of a dry run in place of those of a GPU; None: a GPU records.
     make_recorder: Callable[[], Any] | None = None
     # schedule/autograd_nodes.py: entered around the forward, backward and weight gradients of every node.
     node_observer: Callable[[str, str, str], AbstractContextManager[None]] | None = None

@@ -5,7 +5,7 @@ are parameters of the module that holds the weight, for example `layers.0.mixer.
 `layers.0.mixer.q.lora_b` (out x rank); of routed experts `layers.0.ffn.experts.down_lora_a` (experts x rank x in). The
 model's options hold the `LoraSettings` of a job (`model_options`).
 
-`models/trainable.py` replaces the linear layers that a job targets by `LoraLinear`. Their weight is frozen: its GEMM
+`models/build.py` replaces the linear layers that a job targets by `LoraLinear`. Their weight is frozen: its GEMM
 has no weight gradient, and only the adapter saves the input. `layers/input_linears.py` and `shard/tensor_parallel.py`
 compute the frozen part together with other linears and call `add_adapter` after it.
 

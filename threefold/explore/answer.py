@@ -2,7 +2,7 @@
 
 Findings carry the first fix of their rule, which nobody has tried: pressing Apply is the trial. Trying fixes can take
 seconds and is asked for on its own, as is the list of layouts: `server.py` runs `try_fixes` and `search_layouts` in
-processes of their own (`background.py`). The drawings are markup, made on this side only; the page puts them into
+processes of their own (`server.py`). The drawings are markup, made on this side only; the page puts them into
 their places.
 """
 

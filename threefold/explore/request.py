@@ -12,8 +12,8 @@ from threefold.findings import Finding, FindingsError, did_you_mean, shown
 from threefold.plan.parse import Fields, Parsed, parse
 from threefold.plan.plan import Plan
 from threefold.plan.table import FIELDS
+from threefold.spec.chip_description import is_file_name
 from threefold.spec.chips import ChipSpec
-from threefold.spec.clusters.chip_description import is_file_name
 from threefold.spec.model import ModelSpec
 from threefold.spec.models import MODELS
 

@@ -1,13 +1,16 @@
 """The degrees of a layout and the two grids they fold over one set of ranks.
 
 Attention lives on pp x dp x cp x tp, experts on pp x edp x ep x etp. Ranks are numbered with the last axis
-fastest, so one pipeline stage is a contiguous block of ranks and both grids cut the same blocks.
+fastest, so one pipeline stage is a contiguous block of ranks and both grids cut the same blocks. `axis_link` says which
+link an axis crosses: the NVLink domain or the network.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from threefold.fields import MAX_RANKS, item
+from threefold.spec.chips import ChipSpec
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -93,3 +96,58 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Every group of an axis, each once, in order of its first rank."""
         return [self.group(axis, rank) for rank in range(self.gpus) if self.coordinate(axis, rank) == 0]
+
+
+Link = Literal["none", "domain", "network"]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLink:
+    """Where the traffic of one axis goes."""
+
+    axis: str
+    degree: int
+    stride: int
+    in_domain: int  # members of a group that share one domain
+    link: Link
+
+
+def domain_ranks(chip: ChipSpec, gpus: int, domain: int | None = None) -> int:
+    """Consecutive ranks that share a domain.
+
+    A job larger than one 72-GPU rack is scheduled in equal blocks, by custom of the largest power of two,
+    so that groups do not straddle racks: 64 of 72.
+    """
+    size = domain or chip.domain
+    if gpus <= size:
+        return gpus
+    return int(2 ** (size.bit_length() - 1))
+
+
+def axis_link(layout: Layout, axis: str, ranks_per_domain: int) -> AxisLink:
+    """All groups of an axis look alike when domains hold whole blocks; the first one is the model."""
+    degree, stride = layout.degree(axis), layout.stride(axis)
+    in_domain = min(degree, -(-ranks_per_domain // stride))
+    link: Link = "none" if degree <= 1 else "domain" if in_domain == degree else "network"
+    return AxisLink(axis, degree, stride, in_domain, link)
+
+
+def cp_degrees(cp: int) -> tuple[int, ...]:
+    """The degrees that a sequence can have: the powers of two up to `cp`, which is one itself."""
+    return tuple(2**power for power in range(cp.bit_length()))
+
+
+def cp_degree(length: int, seq_len: int, cp: int) -> int:
+    """The smallest degree that leaves a rank at most the tokens of a full sequence over all `cp` ranks."""
+    return next(degree for degree in cp_degrees(cp) if length * cp <= seq_len * degree)
+
+
+def row_multiple(degree: int, tp: int) -> int:
+    """Lengths of sequences are multiples of this: two zigzag pieces a rank, and equal parts for tensor parallelism."""
+    return (2 * degree if degree > 1 else 1) * tp
+
+
+def num_dynamic_groups(cp: int, tp: int) -> int:
+    """Process groups of a rank beyond those of its layout: for each degree between 1 and `cp` the block of CP ranks,
+    and with tensor parallelism the block with all its TP ranks."""
+    return max(0, len(cp_degrees(cp)) - 2) * (2 if tp > 1 else 1)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from threefold.cost.chip_file import ChipFile, read_chip_file
 from threefold.plan.plan import Plan
+from threefold.spec.chip_description import is_file_name
 from threefold.spec.chips import ChipSpec
-from threefold.spec.clusters.chip_description import is_file_name
 
 NO_CHIP_FILE = "none"  # given as --chip-file: the shipped rates, whatever was measured here
 

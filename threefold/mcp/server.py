@@ -4,16 +4,21 @@ A plan is the path of a TOML file inside the server's folders, or the text of on
 folder, which goes with the call.
 """
 
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from mcp.server import MCPServer
 
 from threefold import __version__
-from threefold.mcp.folders import OutsideError, check_overrides, check_plan, check_tree, inside
-from threefold.mcp.verbs import run_verb
 from threefold.report.output_schemas import output_schema
 
 INSTRUCTIONS = """\
@@ -168,3 +173,113 @@ def _plan_file(plan: str, number: int, scratch: Path, allowed: Sequence[Path]) -
         check_tree(file, allowed)
     check_plan(file, allowed)
     return file
+
+
+_REFERENCE = re.compile(r"(?:hf|file):(.+)")  # values of a plan that name a file or folder
+_PATH_FIELDS = ("job.data", "job.val_data", "job.tokenizer")
+MOST_PLAN_BYTES = 2**20
+MOST_ENTRIES = 20_000
+
+
+class OutsideError(ValueError):
+    """A path that the server was not started for."""
+
+
+def inside(path: str, folders: Sequence[Path]) -> Path:
+    """The path with links resolved, where it lies inside one of the folders. A relative path starts at the first."""
+    full = (folders[0] / path).resolve()
+    if not any(full.is_relative_to(folder) for folder in folders):
+        shown = ", ".join(str(folder) for folder in folders)
+        raise OutsideError(f"{path} is outside of {shown}: start the server with `threefold mcp --folder DIR`")
+    return full
+
+
+def check_tree(path: Path, folders: Sequence[Path]) -> None:
+    """Refuse a folder in which a link leads outside, or that holds too many files to be looked through."""
+    for number, entry in enumerate(path.rglob("*") if path.is_dir() else ()):
+        if entry.is_symlink():
+            inside(str(entry), folders)
+        if number >= MOST_ENTRIES:
+            raise OutsideError(f"{path} holds more than {MOST_ENTRIES:,} files: name the file that is meant")
+
+
+def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
+    """Refuse overrides that name a file outside, or that are no override of a field."""
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals or path.startswith("-"):
+            raise OutsideError(f"{text!r} is no override: write field=value, such as layout.ep=16")
+        for named in _paths_in(path.strip(), value):
+            inside(named, folders)
+
+
+def check_plan(file: Path, folders: Sequence[Path]) -> None:
+    """Refuse a plan file whose values name files outside. What cannot be read is left to the verb, which says so."""
+    if not file.is_file() or file.stat().st_size > MOST_PLAN_BYTES:
+        return
+    try:
+        plan = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return
+    for path, value in _leaves(plan, ""):
+        for named in _paths_in(path, str(value)):
+            inside(str(file.parent / named) if not Path(named).is_absolute() else named, folders)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item, path)
+    else:
+        yield path, value
+
+
+def _paths_in(field: str, value: str) -> Iterator[str]:
+    """Files that a value names: behind `hf:` or `file:`, or as data or a tokenizer."""
+    bare = value.strip("\"' ")
+    match = _REFERENCE.match(bare)
+    if match:
+        yield match[1]
+    elif field in _PATH_FIELDS and ("/" in bare or "." in bare):
+        yield bare.partition("=")[2] or bare
+
+
+SECONDS, BYTES, CHARACTERS = 120.0, 4 * 2**30, 200_000
+
+
+def run_verb(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The exit code (0 clean, 1 errors in the plan or a file, 2 a wrong call) with the verb's JSON, or what it said."""
+    command = [sys.executable, "-m", "threefold", words[0], "--json", *words[1:]]
+    environment = {**os.environ, "NO_COLOR": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            preexec_fn=_limit,
+        )
+    except subprocess.TimeoutExpired:
+        return {"exit_code": 124, "message": f"no answer after {SECONDS:g} s: ask for less, such as fewer candidates"}
+    said = done.stderr.strip()[-2000:]
+    if not done.stdout.strip():
+        return {"exit_code": done.returncode, "message": said or "no answer"}
+    if len(done.stdout) > CHARACTERS:
+        return {"exit_code": done.returncode, "message": f"an answer of {len(done.stdout):,} characters: ask for less"}
+    try:
+        answer = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return {"exit_code": done.returncode, "message": done.stdout[:2000]}
+    return {"exit_code": done.returncode, "answer": answer} | ({"message": said} if said else {})
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -17,8 +17,8 @@ from threefold.plan.budget import EXAMPLE, budget_bytes, is_budget
 from threefold.plan.plan import Cluster, Job, Knobs, Plan, Run, Stack
 from threefold.plan.table import AUTO, FIELDS, FILE_FIELDS, FREE, TABLES
 from threefold.plan.words import difference
+from threefold.spec.chip_description import PREFIX, find_chip, is_file_name
 from threefold.spec.chips import ChipSpec, chip_name
-from threefold.spec.clusters.chip_description import PREFIX, find_chip, is_file_name
 from threefold.spec.hf import model_from_config
 from threefold.spec.model import ModelSpec
 from threefold.spec.models import MODELS

@@ -8,8 +8,7 @@ from math import gcd
 from typing import Any
 
 from threefold.fields import MAX_INT, MAX_RANKS, item
-from threefold.layout.degrees import Layout
-from threefold.layout.links import AxisLink, axis_link, domain_ranks
+from threefold.layout.degrees import AxisLink, Layout, axis_link, domain_ranks
 from threefold.layout.stages import Chunk, balance, parse_stages
 from threefold.notebook import ShownAsTable
 from threefold.plan.budget import budget_bytes

@@ -26,7 +26,7 @@ from threefold.profile.ranks.rank_trace import RankTrace, rank_traces
 from threefold.profile.readers.kineto import read_kineto
 from threefold.profile.readers.nsight import MAGIC, read_nsight
 from threefold.profile.readers.run_folder import RunLog, find_traces, read_run
-from threefold.profile.readers.unreadable import unreadable
+from threefold.profile.readers.text_stream import unreadable
 from threefold.profile.trace import Trace
 from threefold.remedies.advise import Advice, advise_without_plan
 from threefold.rules.all import advice

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from threefold.report.terminal import table
-from threefold.tune.cards import Card
-from threefold.tune.check_cards import CardResult
+from threefold.tune.cards import Card, CardResult
 
 
 def cards_text(cards: Sequence[Card]) -> str:

@@ -14,7 +14,7 @@ from threefold.profile.analyze import Profile
 from threefold.profile.measure import DeviceWalls
 from threefold.report.compare.comparison_text import seconds_text, verdict_text
 from threefold.report.compare.comparison_text import value_text as field_text
-from threefold.report.html.profile_picture import time_by_part
+from threefold.report.html.run_pictures import time_by_part
 from threefold.report.profile import profile_text
 from threefold.report.sweep import value_text
 from threefold.search.sweep import Point, Sweep

@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 
-from threefold.cost.traffic.threefold.expert_rows import expert_row_bytes
+from threefold.cost.traffic.threefold.expert_parallel import expert_row_bytes
 from threefold.dryrun.measured.measure import Measurement
 from threefold.dryrun.memory_fit import device_bytes
 from threefold.dryrun.rehearse_plan import Rehearsal

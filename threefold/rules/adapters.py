@@ -7,7 +7,7 @@ from threefold.findings import Changes, Finding, nearest, shown
 from threefold.plan.plan import LORA_TARGETS, Plan
 from threefold.rules.base import rule, without
 from threefold.spec.model import MlaSpec
-from threefold.spec.parameter_names import PARTS, idle_patterns
+from threefold.spec.params import PARTS, idle_patterns
 
 _MOST_SHOWN = 3
 

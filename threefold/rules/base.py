@@ -2,8 +2,8 @@
 
 Its docstring says what it holds (first paragraph), then `Why:`, `Confirm:` and `Fix:`, which
 `threefold check --explain` prints. `rows` are the ids of docs/coverage.md that it covers. A rule that follows an
-assertion of Megatron names it in `refused_in`: it then knows the line in each release, and speaks only for those that
-have it.
+assertion of Megatron names it in `refused_in` (`megatron_refuses`): it then knows the line in each release, and speaks
+only for those that have it.
 """
 
 import inspect
@@ -91,6 +91,11 @@ def rule(
         return check
 
     return register
+
+
+def megatron_refuses(file: str, words: str, rows: str = "", severity: Severity = "error") -> Callable[[Check], Check]:
+    """Register a rule for the target `megatron-bridge` that follows a message in one of Megatron's files."""
+    return rule(rows, severity, "megatron-bridge", refused_in=(file, words))
 
 
 def judge(plan: Plan, notes: bool = False, leave_out: Collection[str] = ()) -> list[Finding]:

@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from threefold.cost.delta_rule import heads_in_delta_layers
 from threefold.cost.format_support import can_fuse_experts, low_precisions
-from threefold.layout.degrees import Layout
-from threefold.layout.links import axis_link
+from threefold.layout.degrees import Layout, axis_link
 from threefold.plan.plan import Knobs
 from threefold.remedies.graph_scopes import engine_scopes, wider_graphs
 from threefold.rules.knobs.dispatch import delta_kernels_have_use

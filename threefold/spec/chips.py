@@ -33,7 +33,7 @@ class ChipSpec:
     measured_precisions: tuple[str, ...] = ()  # of the steps behind that error
     power_watts: float | None = None  # the chip's own, as sold (TDP)
     server_watts: float | None = None  # highest power of its server or rack, a GPU's share
-    operations: Mapping[str, float] = field(default_factory=dict, hash=False)  # names of `spec.clusters.Operations`
+    operations: Mapping[str, float] = field(default_factory=dict, hash=False)  # names of `Operations`
     file: str = ""  # `file:` and the path of the user's own file that describes it; empty for a shipped chip
 
     @property

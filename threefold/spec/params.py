@@ -1,6 +1,8 @@
-"""Parameter counts, part by part, from a model's shape."""
+"""Parameter counts, part by part, from a model's shape, and the parts that names of parameters belong to."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from threefold.spec.model import (
@@ -240,3 +242,28 @@ def _mamba(spec: MambaSpec, dim: int) -> int:
     channels = spec.inner_dim + 2 * spec.num_groups * spec.state_dim
     projections = dim * (spec.inner_dim + channels + spec.num_heads) + spec.inner_dim * dim
     return projections + channels * (spec.conv + 1) + 3 * spec.num_heads + spec.inner_dim
+
+
+PARTS = ("vision", "projector", "language")
+_PREFIXES = {"vision.": "vision", "projector.": "projector"}  # all other parameters are the language model's
+
+
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to: `vision`, `projector` or `language`."""
+    return next((part for prefix, part in _PREFIXES.items() if name.startswith(prefix)), "language")
+
+
+def freezes(entry: str, name: str) -> bool:
+    """Whether one entry of `job.freeze`, the name of a part or a pattern of names, freezes a parameter."""
+    return part_of(name) == entry if entry in PARTS else fnmatchcase(name, entry)
+
+
+def is_frozen(name: str, freeze: Iterable[str]) -> bool:
+    """Whether any entry of `job.freeze` freezes a parameter. Those of an indexer never train: its choice of keys has no
+    gradient."""
+    return ".indexer." in name or any(freezes(entry, name) for entry in freeze)
+
+
+def idle_patterns(freeze: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The patterns of `job.freeze` that freeze none of these parameters."""
+    return [entry for entry in freeze if entry not in PARTS and not any(freezes(entry, name) for name in names)]

@@ -77,7 +77,7 @@ class EngineMeasurer:
 
     def _start_session(self, plan: Plan) -> "PlanSession":
         if self._rank is not None:
-            module = ("-m", "threefold.dryrun.measured.rank_steps", str(self._rank))
+            module = ("-m", "threefold.dryrun.measured.measure", str(self._rank))
             return self._start(self._folder, 1, _environment(plan), module)
         return self._start(self._folder, plan.cluster.gpus, _environment(plan), launcher=self._launcher)
 

@@ -13,7 +13,7 @@ from threefold.cost.training_run.goodput import (
     goodput,
     waiting_fraction,
 )
-from threefold.spec.clusters.operations import Operations
+from threefold.spec.chip_description import Operations
 
 HOUR = 3600.0
 # The simulation's own error grows with the lost time over the useful time, and falls with the root of the number of

@@ -11,11 +11,10 @@ from repository import ROOT
 
 import threefold
 from threefold.cost.estimate import estimate
-from threefold.cost.training_run.checkpoint_bytes import checkpoint_bytes, host_bytes_by_term
-from threefold.cost.training_run.training_run import TrainingRun, training_run
+from threefold.cost.training_run.training_run import TrainingRun, checkpoint_bytes, host_bytes_by_term, training_run
 from threefold.plan.plan import Plan
+from threefold.spec.chip_description import OPERATIONS, SOURCES, Operations, problem_with
 from threefold.spec.chips import CHIPS
-from threefold.spec.clusters.operations import FIELDS, SOURCES, Operations, problem_with
 from threefold.spec.params import count_params
 from threefold.units import format_seconds
 
@@ -100,8 +99,8 @@ def test_states_that_pass_through_the_device_are_on_the_host_too() -> None:
 
 
 def test_figures_have_ranges_and_sources() -> None:
-    assert set(FIELDS) == set(SOURCES)
-    for name in FIELDS:
+    assert set(OPERATIONS) == set(SOURCES)
+    for name in OPERATIONS:
         default = getattr(Operations(), name)
         assert default is None or not problem_with(name, default)
         assert problem_with(name, -1)

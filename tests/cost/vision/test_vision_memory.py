@@ -11,8 +11,7 @@ from rehearsal_plans import GPU
 from repository import ROOT
 
 from threefold.cost.memory.by_stack import memory
-from threefold.cost.vision.parameters import vision_parameters
-from threefold.cost.vision.planned_pictures import expected_patches, planned_pictures
+from threefold.cost.vision import expected_patches, planned_pictures, vision_parameters
 from threefold.dryrun.rehearse_rank import rehearse_rank
 from threefold.engine.models.build import build_model
 from threefold.plan.file import read_plan

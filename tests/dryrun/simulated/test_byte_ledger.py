@@ -4,7 +4,7 @@ import pytest
 from plans import build
 from rehearsal_plans import GPU
 
-from threefold.cost.traffic.threefold.expert_rows import expert_row_bytes
+from threefold.cost.traffic.threefold.expert_parallel import expert_row_bytes
 from threefold.dryrun.rehearse_rank import rehearse_rank
 
 MODELS = {

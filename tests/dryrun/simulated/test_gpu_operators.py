@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from threefold.dryrun.simulated.expert_kernels import EmptyExpertSteps, empty_expert_steps
 from threefold.dryrun.simulated.gpu_operators import WORKSPACES, use_gpu_operators
-from threefold.dryrun.simulated.peer_placements import peer_ranges
+from threefold.dryrun.simulated.process_group import peer_ranges
 from threefold.dryrun.tracking.allocation_origin import OriginTracker
 from threefold.dryrun.tracking.memory_tracker import MemoryTracker
 from threefold.engine.dist.mesh import Group

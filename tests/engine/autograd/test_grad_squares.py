@@ -18,7 +18,7 @@ from threefold.engine.autograd.grad_squares import (
 from threefold.engine.batch import Batch
 from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.graphs.graphed_part import ChunkGraphs
-from threefold.engine.graphs.model_graphs import ModelGraphs
+from threefold.engine.graphs.scopes import ModelGraphs
 from threefold.engine.kernels.availability import has_gluon_kernels
 from threefold.engine.kernels.experts import fused_experts
 from threefold.engine.kernels.experts.reference_steps import ReferenceSteps

@@ -23,7 +23,7 @@ from threefold.engine.dispatch.async_exchange import AsyncExchange
 from threefold.engine.effects.effect import StepEvidence, judge_effects
 from threefold.engine.effects.recorder import RankEvidence, RunReport
 from threefold.engine.graphs.graphed_part import ChunkGraphs
-from threefold.engine.graphs.model_graphs import ModelGraphs
+from threefold.engine.graphs.scopes import ModelGraphs
 from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.run.folder import EFFECTS
 from threefold.engine.schedule.microbatch_runners import Sequential

@@ -21,7 +21,7 @@ from tiny_runs import tiny_plan, tiny_shard
 from threefold.engine.batch import Batch
 from threefold.engine.graphs.graph_slot import GraphSlot, RopeKey
 from threefold.engine.graphs.graphed_part import ChunkGraphs, cuda_graphs
-from threefold.engine.graphs.model_graphs import ModelGraphs
+from threefold.engine.graphs.scopes import ModelGraphs
 from threefold.engine.graphs.stats import GraphStats
 from threefold.engine.layers.positions import Positions
 from threefold.engine.model_options import Options

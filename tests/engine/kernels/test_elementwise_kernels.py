@@ -20,7 +20,7 @@ from gluon_compile import compile_triton, gluon_known
 
 from threefold.engine.autograd.grad_squares import grad_squares_of, request_grad_squares
 from threefold.engine.dispatch import rows as permuted
-from threefold.engine.kernels.fusion_switch import runs_fused, without_fused_kernels
+from threefold.engine.kernels.availability import runs_fused, without_fused_kernels
 from threefold.engine.layers import embedding, rope
 from threefold.engine.layers import norm as norms
 from threefold.engine.moe import balance

@@ -335,8 +335,8 @@ def test_on_a_gpu(path: Any, choice: KernelChoice, activation: str, bias: bool, 
 @pytest.mark.parametrize("gathered", ["left", "right"])
 def test_weight_gradients_in_gluon_equal_those_in_triton(gathered: str, dtype: Any) -> None:
     """Alone and added to a main gradient, with experts of no rows, of one, and of more than a block."""
+    from threefold.engine.kernels.experts.grouped_gemm import grouped_wgrad
     from threefold.engine.kernels.experts.hopper import wgrad
-    from threefold.engine.kernels.experts.wgrad_gemm import grouped_wgrad
 
     def randn(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16)

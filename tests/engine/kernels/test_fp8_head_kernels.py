@@ -21,11 +21,10 @@ from threefold.engine.layers import head_gemms
 from threefold.engine.layers.cross_entropy import IGNORE, VocabShard, cross_entropy_sum, reference
 from threefold.engine.model_options import Options
 from threefold.engine.models.head import head_precision
-from threefold.engine.precision.choose_backend import EMULATED
 from threefold.engine.precision.emulated_backend import EmulatedBackend
 from threefold.engine.precision.quantize_for_cublas import quantize_blocks
 from threefold.engine.precision.recipes import RECIPES
-from threefold.engine.precision.scaled_mm_backends import BlockwiseBackend, RowwiseBackend
+from threefold.engine.precision.scaled_mm_backends import EMULATED, BlockwiseBackend, RowwiseBackend
 from threefold.layout.degrees import Layout
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

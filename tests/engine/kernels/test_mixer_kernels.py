@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from threefold.engine.attention.mla import MlaAttention
-from threefold.engine.kernels.fusion_switch import without_fused_kernels
+from threefold.engine.kernels.availability import without_fused_kernels
 from threefold.engine.kernels.mixers.conv_heads import ConvHeads, conv_heads
 from threefold.engine.kernels.mixers.delta_chunk_grads import chunk_grads
 from threefold.engine.kernels.mixers.gated_norm import gated_rms_norm

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from threefold.engine.batch import Padding
+from threefold.engine.kernels.availability import without_fused_kernels
 from threefold.engine.kernels.elementwise import topk_router
-from threefold.engine.kernels.fusion_switch import without_fused_kernels
 from threefold.engine.model_options import Options
 from threefold.engine.moe import balance
 from threefold.engine.moe.layer import MoeLayer

@@ -13,9 +13,14 @@ from threefold.engine.lora import LoraSettings, is_adapter
 from threefold.engine.model_options import Options
 from threefold.engine.models.build import build_model
 from threefold.engine.models.decoder import Decoder
-from threefold.engine.weights.peft.merge import MergedTensors
-from threefold.engine.weights.peft.read_adapter import open_adapter
-from threefold.engine.weights.peft.write_adapter import CONFIG, WEIGHTS, refused_targets, write_adapter
+from threefold.engine.weights.peft import (
+    CONFIG,
+    WEIGHTS,
+    MergedTensors,
+    open_adapter,
+    refused_targets,
+    write_adapter,
+)
 from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError
 from threefold.plan.plan import LORA_TARGETS

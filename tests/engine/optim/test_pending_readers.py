@@ -26,7 +26,7 @@ from threefold.engine.run.dcp import CheckpointShard
 from threefold.engine.step import evaluate_batches, train_step
 from threefold.engine.train_state import TrainState
 from threefold.engine.verify.oracle import synthetic_batch
-from threefold.engine.weights.peft.merge import MergedTensors
+from threefold.engine.weights.peft import MergedTensors
 from threefold.engine.weights.write_hf import write_hf
 from threefold.plan.plan import Plan
 

@@ -20,7 +20,7 @@ from threefold.engine.data_parallel.single_rank import SingleRank
 from threefold.engine.data_parallel.zero1 import Zero1
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.graphs.graphed_part import ChunkGraphs
-from threefold.engine.graphs.model_graphs import ModelGraphs
+from threefold.engine.graphs.scopes import ModelGraphs
 from threefold.engine.graphs.stats import GraphStats
 from threefold.engine.layers.norm import RMSNorm
 from threefold.engine.models.decoder import Decoder

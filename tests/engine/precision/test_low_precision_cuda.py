@@ -20,11 +20,11 @@ from threefold.engine.dispatch.fp8_rows import pack_fp8, unpack_fp8
 from threefold.engine.dispatch.rows import sort_by_expert
 from threefold.engine.moe.experts import Experts
 from threefold.engine.precision import low_precision_linear as linear
-from threefold.engine.precision.choose_backend import EMULATED, choose_backend
 from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.engine.precision.low_precision_linear import low_precision_linear
 from threefold.engine.precision.quantize import Quantized, quantize
 from threefold.engine.precision.recipes import RECIPES
+from threefold.engine.precision.scaled_mm_backends import EMULATED, choose_backend
 from threefold.engine.precision.weight_cache import WeightCache
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

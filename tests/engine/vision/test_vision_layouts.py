@@ -13,7 +13,7 @@ from threefold.engine.verify.oracle import compare_with_one_rank, synthetic_batc
 from threefold.engine.vision import ImageFeatures
 from threefold.rules.all import check, errors
 from threefold.rules.stacks import promoted
-from threefold.spec.parameter_names import is_frozen
+from threefold.spec.params import is_frozen
 
 FP64 = 1e-10  # sums in another order differ by 1e-15; AdamW divides by the gradient's size, which makes 1e-12 of that
 

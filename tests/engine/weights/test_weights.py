@@ -11,8 +11,7 @@ import torch
 from tiny_models import FAMILIES, spec_of
 
 from threefold.engine.models.build import build_model
-from threefold.engine.weights.dequantize import dequantize_mxfp4
-from threefold.engine.weights.read_hf import open_hf, read_hf
+from threefold.engine.weights.read_hf import dequantize_mxfp4, open_hf, read_hf
 from threefold.engine.weights.write_hf import write_hf
 from threefold.findings import FindingsError
 from threefold.spec.hf import hf_config_of, model_from_dict

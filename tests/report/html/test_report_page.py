@@ -21,11 +21,11 @@ from tuned_plans import tuned
 from threefold.cost.estimate import estimate
 from threefold.plan.file import dump_plan
 from threefold.profile.readers.run_record import read_run
+from threefold.report.html.estimate_pictures import time_figure
 from threefold.report.html.layout_picture import num_drawn_ranks
 from threefold.report.html.plan_view import view_plan
 from threefold.report.html.report import Subject, report_page
 from threefold.report.html.run_pictures import thinned
-from threefold.report.html.time_picture import time_figure
 from threefold.tune.ledger import open_ledger
 from threefold.units import format_bytes
 

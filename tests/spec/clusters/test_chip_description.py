@@ -17,8 +17,8 @@ from threefold.machine.own_chip_file import own_chip_path, priced_here
 from threefold.plan.file import dump_plan, read_plan
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
+from threefold.spec.chip_description import find_chip
 from threefold.spec.chips import CHIPS
-from threefold.spec.clusters.chip_description import find_chip
 
 CHIPS_FOLDER = ROOT / "recipes" / "chips"
 EXAMPLES = sorted(CHIPS_FOLDER.glob("*.toml"))

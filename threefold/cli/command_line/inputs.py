@@ -3,12 +3,14 @@
 import argparse
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from threefold.api.plans import open_plan, with_choices
 from threefold.cli.command_line.out import UsageError, print_json
 from threefold.findings import Finding, FindingsError
+from threefold.plan.file import read_plan
 from threefold.plan.parse import Parsed
 from threefold.plan.plan import Plan
 from threefold.report.terminal import findings_summary, findings_text
@@ -16,6 +18,10 @@ from threefold.rules.all import errors
 from threefold.spec.longer_context import KINDS
 from threefold.spec.stacks import TARGETS
 
+if TYPE_CHECKING:
+    from threefold.engine.models.decoder import Decoder
+
+MOST_PERCENT = 1e6
 MOST_SECONDS = 1e9  # thirty years; what torch takes as a limit ends somewhere above
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20}
@@ -93,6 +99,26 @@ def duration(text: str) -> float:
     return value
 
 
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an argument that is a whole number within bounds."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            bounds = f"below {least}" if most is None else f"not between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"{text} is {bounds}")
+        return value
+
+    return number
+
+
+def percentage(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= MOST_PERCENT:  # false of NaN
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage of 0 or more")
+    return value
+
+
 def share_of_one(text: str) -> float:
     share = float(text)
     if not 0 <= share <= 1:
@@ -148,3 +174,35 @@ def missing_package(verb: str, error: ModuleNotFoundError) -> int:
         raise error
     print(f"threefold {verb}: {error.name} is not installed: pip install 'threefold[train]'", file=sys.stderr)
     return 1
+
+
+MODEL_FOLDER = "the folder of a run, or a Hugging Face checkpoint (config.json with safetensors next to it)"
+
+
+def open_model(folder: Path, newest: bool = False) -> tuple[Plan, Callable[[], "Decoder"], bool]:
+    """The plan of a folder, what loads its model, and whether the folder holds a run that has trained."""
+    from threefold.engine.run.folder import PLAN, read_run_plan
+    from threefold.engine.train_state import load_run, load_untrained
+    from threefold.engine.weights.run_files import DRAFT
+    from threefold.machine.finetune.checkpoint_facts import checkpoint_facts
+    from threefold.machine.finetune.plan_finetune import checkpoint_plan, devices_here
+
+    if (folder / PLAN).exists() or not folder.is_dir():
+        return read_run_plan(folder), lambda: load_run(folder, say, newest), True
+    if (folder / DRAFT).exists():
+        parsed = read_plan(str(folder / DRAFT))
+        if parsed.plan is None:
+            raise FindingsError(parsed.findings)
+        plan = parsed.plan
+    elif (folder / "config.json").exists():
+        plan = checkpoint_plan(checkpoint_facts(folder), devices_here()[0])
+    else:
+        problem = "no run and no checkpoint: there is neither plan.toml nor config.json"
+        raise FindingsError(
+            [Finding(rule="run-readable", at=str(folder), problem=problem, advice=f"give {MODEL_FOLDER}")]
+        )
+    return plan, lambda: load_untrained(folder, plan, say), False
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

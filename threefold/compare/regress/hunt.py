@@ -8,12 +8,12 @@ is left of B is tried: where it still shows a regression, there is another culpr
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from threefold.compare.attribution import attribute
 from threefold.compare.contract import label_of, value_or_default
 from threefold.compare.field_groups import Group, Groups, PlansBetween, layout_faults
-from threefold.compare.regress.minimize import minimize
 from threefold.compare.regress.trials import Round, Say, Trials
 from threefold.compare.regress.verdicts import (
     EARLY,
@@ -271,3 +271,48 @@ def _likely_first(between: PlansBetween, baseline: Baseline) -> tuple[list[Group
     ordered: list[Group] = [(path,) for path in sorted(paths, key=lambda path: (-amounts.get(path, 0.0), path))]
     largest, whole = max(amounts.values(), default=0.0), sum(amount for amount in amounts.values() if amount > 0)
     return ordered, frozenset(ordered[:1]) if largest > whole / 2 else frozenset()
+
+
+def minimize(
+    between: PlansBetween, suspects: Sequence[Group], is_bad: Callable[[Groups], bool], guess: Groups = frozenset()
+) -> Groups:
+    """A smallest bad set out of `suspects`, which are bad together. Likely ones come first; `guess` before all."""
+    rank = {group: place for place, group in enumerate(suspects)}
+    current, pieces = frozenset(suspects), 2
+    if guess and guess < current:
+        current = _first_bad([between.smallest(guess, current)], current, is_bad) or current
+    while len(current) > 1:
+        chunks = _chunks(sorted(current, key=rank.__getitem__), pieces)
+        reduced = _first_bad(_smaller_sets(between, current, chunks), current, is_bad)
+        if reduced is not None:
+            current, pieces = reduced, 2
+        elif pieces >= len(current):
+            break
+        else:
+            pieces = min(2 * pieces, len(current))
+    return current
+
+
+def _smaller_sets(between: PlansBetween, current: Groups, chunks: list[Groups]) -> list[Groups]:
+    """Each chunk with what it needs, then the rest without each chunk and without what needs it."""
+    alone = [between.smallest(chunk, current) for chunk in chunks]
+    without = [between.largest(current - chunk) for chunk in chunks]
+    return [*alone, *without]
+
+
+def _first_bad(sets: list[Groups], current: Groups, is_bad: Callable[[Groups], bool]) -> Groups | None:
+    tried = {frozenset[Group](), current}
+    for some in sets:
+        if some not in tried:
+            tried.add(some)
+            if is_bad(some):
+                return some
+    return None
+
+
+def _chunks(ordered: list[Group], pieces: int) -> list[Groups]:
+    size, more = divmod(len(ordered), pieces)
+    ends = [0]
+    for piece in range(pieces):
+        ends.append(ends[-1] + size + (piece < more))
+    return [frozenset(ordered[start:end]) for start, end in pairwise(ends) if end > start]

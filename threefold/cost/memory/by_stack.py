@@ -8,7 +8,7 @@ import math
 from functools import lru_cache
 
 from threefold.cost.expert_load import largest_rows, load_of
-from threefold.cost.memory.megatron.model import MegatronMemory
+from threefold.cost.memory.megatron import MegatronMemory
 from threefold.cost.memory.stage_memory import Memory, MemoryModel, Terms, stage_memory
 from threefold.cost.memory.threefold.model import ThreefoldMemory
 from threefold.plan.plan import Plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from threefold.cost.stage_contents import StageContents, chunk_layers
-from threefold.layout.dynamic_cp import num_dynamic_groups
+from threefold.layout.degrees import num_dynamic_groups
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 from threefold.units import GIB, MIB

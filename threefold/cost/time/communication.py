@@ -8,7 +8,7 @@ from threefold.cost.expert_load import EVEN, SkewLevel, load_of
 from threefold.cost.layer_work import BF16, LayerCase, Work
 from threefold.cost.rates import Rates, network_bandwidth
 from threefold.cost.traffic.dispatch import dispatch_bytes
-from threefold.layout.links import AxisLink
+from threefold.layout.degrees import AxisLink
 from threefold.plan.plan import Plan
 
 _LATENCY = {"domain": 1.0, "network": 2.5, "none": 0.0}  # of a link, over that within a domain

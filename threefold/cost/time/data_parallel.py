@@ -7,7 +7,7 @@ from threefold.cost.format_support import gathered_weight_bytes
 from threefold.cost.rank_params import rank_params, trained_params
 from threefold.cost.rates import Rates
 from threefold.cost.time.communication import collective_seconds
-from threefold.layout.links import AxisLink
+from threefold.layout.degrees import AxisLink
 from threefold.plan.plan import Plan
 
 

@@ -7,8 +7,7 @@ from threefold.cost.format_support import gemm_precision
 from threefold.cost.rates import Rates, gemm_rate
 from threefold.cost.stack_traits import STACK_TRAITS
 from threefold.cost.trained_weights import gemms_per_weight
-from threefold.cost.vision.planned_pictures import expected_patches, pictures_of_rank
-from threefold.cost.vision.saved_bytes import trains_part
+from threefold.cost.vision import expected_patches, pictures_of_rank, trains_part
 from threefold.plan.plan import Plan
 from threefold.spec.flops import padded_vocab
 

@@ -7,9 +7,8 @@ not train. Each layer's transfers are spread evenly over pipeline stages.
 from collections.abc import Iterator
 
 from threefold.cost.layer_work import BF16, LayerCase, layer_case, layer_work
-from threefold.cost.traffic.data_parallel import data_parallel_transfers
 from threefold.cost.traffic.dispatch import expert_transfers
-from threefold.cost.traffic.transfers import Transfer, count_layers
+from threefold.cost.traffic.transfers import Transfer, count_layers, data_parallel_transfers
 from threefold.plan.plan import Plan
 from threefold.spec.model import GqaSpec, Layer, MlaSpec
 

@@ -1,14 +1,18 @@
 """One kind of collective of a training step, whichever stack runs it, and how such entries are merged into a ledger.
 
+Those of data parallelism are here too, by formula, for both stacks.
+
 An entry reads `Transfer(axis="ep", operation="dispatch", bytes=1.3e8, count=96.0, link="network")`: an average rank
 calls it 96 times in a step and sends 130 MB each time.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from threefold.cost.format_support import gathered_weight_bytes
+from threefold.cost.rank_params import rank_params, trained_params
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
 
@@ -55,3 +59,24 @@ def count_layers(plan: Plan) -> Counter[tuple[Layer, str]]:
     types = plan.knobs.cp_comm
     each = [types] * len(layers) if isinstance(types, str) else [*types, *[types[-1]] * len(layers)]
     return Counter(zip(layers, each[: len(layers)], strict=True))
+
+
+def data_parallel_transfers(plan: Plan, num_microbatches: int) -> Iterator[Transfer]:
+    """Gradients out and weights back: once per step under ZeRO-1, for every microbatch under FSDP."""
+    layout, knobs = plan.layout, plan.knobs
+    grad_bytes = 4 if knobs.grad_dtype == "fp32" and knobs.data_parallel != "zero1" else 2
+    weight_bytes = gathered_weight_bytes(plan)
+    is_sharded = knobs.data_parallel != "zero1"
+    copies = layout.replicate if is_sharded else 1
+    trained = trained_params(plan)
+    gathered = rank_params(plan) if is_sharded else trained
+    for part, (axis, all_ranks) in enumerate((("dp", layout.dp * layout.cp), ("edp", layout.edp))):
+        ranks = max(1, all_ranks // copies)
+        others = (ranks - 1) / ranks
+        link = plan.link("cp" if axis == "dp" and layout.dp == 1 else axis).link
+        reduced, count = grad_bytes * trained[part] * others, num_microbatches
+        yield Transfer(axis, "reduce_scatter", reduced, count if is_sharded else 1, link)
+        yield Transfer(axis, "all_gather", weight_bytes * gathered[part] * others, 2 * count if is_sharded else 1, link)
+        replicas = min(copies, all_ranks)
+        between = 2 * grad_bytes * trained[part] / ranks * (replicas - 1) / replicas
+        yield Transfer(axis, "all_reduce", between, 1, link)

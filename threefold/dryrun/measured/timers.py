@@ -1,7 +1,7 @@
 """Times of a rank: of the phases of a step, and on a GPU of the forward and backward of each module.
 
 `measure` runs one step with `PhaseTimer` in the place of the origin tracker, and another with `ModuleTimer`, which
-records CUDA events in module hooks. `rank_steps` times phases only.
+records CUDA events in module hooks. `measure.py` times phases only.
 """
 
 from collections.abc import Iterable, Iterator

@@ -4,7 +4,7 @@ Collectives of the fake group return at once. `rehearse_rank` and `measured.real
 other contexts are for rehearsals only, whose tensors have no memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,7 +15,11 @@ import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from threefold.dryrun.simulated.peer_placements import compute_peer_placements
+from threefold.engine.data_parallel import full_matrices
+from threefold.engine.data_parallel.full_matrices import Ranges, ShardInfo
+from threefold.engine.dist.collectives import all_gather
+from threefold.engine.dist.mesh import Group
+from threefold.engine.dist.shard_placement import Placement, Range, even_range
 from threefold.findings import Finding, FindingsError
 
 
@@ -103,3 +107,46 @@ def single_threaded() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def computed_placements(
+    group: Group, placements: dict[str, Placement], owned: Container[str], device: torch.device
+) -> list[list[ShardInfo]]:
+    """The answers of all ranks of the group, by rank and then by matrix.
+
+    Another rank owns a part of a matrix if this rank does, or if ranks hold replicas of it and share it among them.
+    """
+    # The engine gathers these answers, and the call is counted although its result is computed.
+    mine = torch.empty(len(placements), full_matrices.INFO_WORDS, dtype=torch.long, device=device)
+    all_gather(mine.new_empty(group.size * len(mine), full_matrices.INFO_WORDS), mine, group).wait()
+    owns = {name: name in owned or placement.tp_replicas > 1 for name, placement in placements.items()}
+    return [
+        [(peer_ranges(placement, group, rank), owns[name]) for name, placement in placements.items()]
+        for rank in range(group.size)
+    ]
+
+
+def peer_ranges(placement: Placement, group: Group, rank: int) -> Ranges:
+    """The ranges of the shard that rank `rank` of the group holds, given the placement of this rank's shard."""
+    dims = zip(placement.shape, placement.ranges, strict=True)
+    part, num_parts = rank // placement.tp_replicas, group.size // placement.tp_replicas
+    ranges = [
+        local if local == ((0, size),) else _equal_ranges(size, len(local), part, num_parts) for size, local in dims
+    ]
+    if "edp" in placement.replica_axes:  # ranks of etp hold slices of the same experts
+        ranges[0] = placement.ranges[0]
+    return tuple(ranges)
+
+
+def _equal_ranges(size: int, num_stacked: int, part: int, num_parts: int) -> tuple[Range, ...]:
+    """Part `part` of each of `num_stacked` matrices that are stacked along a dim of `size`."""
+    width = size // num_stacked
+    start, stop = even_range(width, part, num_parts)
+    return tuple((n * width + start, n * width + stop) for n in range(num_stacked))
+
+
+@contextmanager
+def compute_peer_placements() -> Iterator[None]:
+    """Replace the exchange of placements between ranks for the time of the block."""
+    with mock.patch.object(full_matrices, full_matrices.exchange_shard_info.__name__, computed_placements):
+        yield

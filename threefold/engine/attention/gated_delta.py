@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.delta_chunks import CHUNK, EPS, chunk_delta_rule, l2_normalize
 from threefold.engine.attention.fused_delta import count_delta_rule, fused_delta_rule
-from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.mixers.conv_heads import MAX_TAPS, ConvHeads, conv_heads
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 from threefold.engine.layers.norm import GatedRMSNorm

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.backend import AttentionFn, attend
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
-from threefold.engine.layers.norm import PlainRMSNorm, RMSNorm
+from threefold.engine.layers.norm import PlainRMSNorm, ProjectionNorm, RMSNorm
 from threefold.engine.layers.positions import Positions
-from threefold.engine.layers.projection_norm import ProjectionNorm
 from threefold.engine.layers.rope import norm_and_rotate_heads, rotate
 from threefold.spec.model import GqaSpec
 

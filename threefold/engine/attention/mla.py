@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from threefold.engine.attention.backend import AttentionFn, attend
 from threefold.engine.autograd.linear import linear
-from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.mixers.mla_heads import join_key_heads, rotate_query_tails
 from threefold.engine.layers.input_linears import InputHook, apply_linears, identity
 from threefold.engine.layers.positions import Positions

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from threefold.engine.batch import Batch
 from threefold.engine.data.packing import IGNORED, PAD, Sample, pack_documents, pad_sample
-from threefold.layout.dynamic_cp import cp_degree, row_multiple
+from threefold.layout.degrees import cp_degree, row_multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from threefold.engine.device import is_simulated
+from threefold.engine.kernels.availability import runs_fused, runs_fused_on
 from threefold.engine.kernels.elementwise.permute import permute_tokens, unpermute_sum
-from threefold.engine.kernels.fusion_switch import runs_fused, runs_fused_on
 
 _MIN_FUSED_WIDTH = 64  # numbers in a row; narrower rows are not worth the fused kernel
 

@@ -1,16 +1,21 @@
 """Which of the optional kernels this process can launch: ours in Triton and Gluon, and those of quack-kernels.
 
 Experts, loss and optimizer ask here whether to launch a kernel or run plain torch; the elementwise parts ask
-`fusion_switch.py`, which asks here. Nothing in this module imports triton or quack before it knows that they are
+`runs_fused`, which a test can switch off. Nothing in this module imports triton or quack before it knows that they are
 installed.
 """
 
 import os
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
+
+from threefold.engine.context import context, override
+from threefold.engine.device import is_simulated
 
 _GLUON_RELEASES = (
     (3, 6),
@@ -62,3 +67,22 @@ def quack_version() -> str | None:
         return version("quack-kernels")
     except PackageNotFoundError:
         return None
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def runs_fused(*tensors: Tensor) -> bool:
+    """Whether the fused kernels take tensors of these dtypes and sizes, and run on their device."""
+    return all(x.dtype in _DTYPES and x.numel() > 0 for x in tensors) and runs_fused_on(tensors[0].device)
+
+
+def runs_fused_on(device: torch.device) -> bool:
+    """Whether fused kernels run on this device. A dry run takes the fused code paths and launches nothing: its tensors
+    have no values, and only their sizes matter."""
+    return context.fused_kernels and (is_simulated() or has_triton_kernels(device))
+
+
+def without_fused_kernels() -> AbstractContextManager[None]:
+    """Run the plain torch forms inside the `with` block."""
+    return override("fused_kernels", False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.grad_squares import requested_squares
 from threefold.engine.device import is_simulated
-from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.launch_config import cdiv
 
 POSITIONS = 64  # sorted tokens of a block

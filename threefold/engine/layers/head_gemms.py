@@ -19,12 +19,17 @@ from threefold.engine.autograd.main_grad import accumulate_gemm
 from threefold.engine.context import count_event
 from threefold.engine.device import device_type, is_simulated
 from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, E4M3, Fp8Columns, num_blocks
-from threefold.engine.precision.choose_backend import EMULATED, choose_backend
 from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.low_precision_linear import LinearPrecision
 from threefold.engine.precision.quantize import Quantized
 from threefold.engine.precision.recipes import Recipe
-from threefold.engine.precision.scaled_mm_backends import BlockwiseBackend, RowwiseBackend, SimulatedBackend
+from threefold.engine.precision.scaled_mm_backends import (
+    EMULATED,
+    BlockwiseBackend,
+    RowwiseBackend,
+    SimulatedBackend,
+    choose_backend,
+)
 from threefold.engine.sum_dtype import fp32_or_wider
 
 # Chunks whose transposed gradients are kept for one weight-gradient GEMM. `scaled_mm` cannot add to a sum, so that a

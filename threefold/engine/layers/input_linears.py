@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from threefold.engine.autograd.linear import shared_input_linears
-from threefold.engine.kernels.fusion_switch import runs_fused
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.lora import LoraLinear
 from threefold.engine.precision.low_precision_linear import LinearPrecision, LowPrecisionLinear, low_precision_linears
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.elementwise.silu_mul import silu_mul
-from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.layers.input_linears import InputLinears, apply_linears
 
 DENSE_ACTIVATIONS = (

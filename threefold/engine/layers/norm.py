@@ -5,12 +5,17 @@ The decoder, the gated delta rule, Mamba-2 and the norms of heads (`rope.py`) us
 Shapes: D the normed dim, ... any dims before it.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threefold.engine.dist.collectives import all_reduce
+from threefold.engine.dist.mesh import Group
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.elementwise.rms_norm import add_rms_norm, residual_rms_norm, rms_norm
-from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.kernels.mixers.gated_norm import gated_rms_norm
 from threefold.engine.sum_dtype import fp32_or_wider
 
@@ -108,3 +113,56 @@ class GroupedGatedRMSNorm(nn.Module):
         dtype = fp32_or_wider(x.dtype)
         gated = (x.to(dtype) * F.silu(gate.to(dtype))).unflatten(-1, (-1, self.group_dim))
         return F.rms_norm(gated, (self.group_dim,), None, self.eps).flatten(-2).to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True)
+class NormShard:
+    """The ranks that share a norm."""
+
+    group: Group
+    copies: int  # ranks that hold the same numbers: copies of a key head
+    dim: int  # numbers of the whole projection
+
+
+class ProjectionNorm(RMSNorm):
+    shard: NormShard | None = None
+
+    def __init__(self, like: RMSNorm) -> None:
+        super().__init__(len(like.weight), like.eps, like.zero_centered)
+
+    def forward(
+        self, x: Tensor, added: Tensor | None = None, return_residual: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if self.shard is None:
+            return super().forward(x, added, return_residual)
+        assert added is None
+        assert not return_residual
+        weight_X = 1 + self.weight if self.zero_centered else self.weight
+        y: Tensor = _ShardedRmsNorm.apply(x, weight_X, self.eps, self.shard)
+        return y
+
+
+class _ShardedRmsNorm(torch.autograd.Function):
+    """Statistics in fp32 or wider. With c copies of every number the sums over ranks count each of them c times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_X: Tensor, eps: float, shard: NormShard) -> Tensor:
+        wide = x.to(fp32_or_wider(x.dtype))
+        square = wide.square().sum(dim=-1, keepdim=True)
+        all_reduce(square, shard.group).wait()
+        scale = (square / (shard.copies * shard.dim) + eps).rsqrt()
+        ctx.save_for_backward(x, weight_X, scale)
+        ctx.shard = shard
+        return (wide * scale * weight_X).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight_X, scale = ctx.saved_tensors
+        shard: NormShard = ctx.shard
+        normed, wide_grad = x.to(scale.dtype) * scale, grad.to(scale.dtype)
+        weight_grad_X = (wide_grad * normed).flatten(0, -2).sum(dim=0)
+        wide_grad = wide_grad * weight_X
+        along = (wide_grad * normed).sum(dim=-1, keepdim=True)
+        all_reduce(along, shard.group).wait()
+        x_grad = scale * (wide_grad - normed * (along / (shard.copies * shard.dim)))
+        return x_grad.to(x.dtype), weight_grad_X.to(weight_X.dtype), None, None

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.elementwise.rotary import RotaryOptions, norm_and_rotate
-from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.layers.norm import RMSNorm
 from threefold.spec.model import RopeScaling
 

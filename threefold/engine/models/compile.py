@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from threefold.engine.kernels.fusion_switch import runs_fused_on
+from threefold.engine.kernels.availability import runs_fused_on
 from threefold.engine.layers.mlp import Mlp
 from threefold.engine.layers.norm import GatedRMSNorm, GroupedGatedRMSNorm, RMSNorm
 from threefold.engine.models.decoder import Decoder

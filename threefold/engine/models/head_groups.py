@@ -24,8 +24,8 @@ from threefold.engine.autograd.recompute import recompute, recompute_output
 from threefold.engine.autograd.saved_tensors import inside_recompute
 from threefold.engine.autograd.token_chunks import MAX_CHUNK_BYTES
 from threefold.engine.layers.input_linears import apply_linears
+from threefold.engine.layers.norm import ProjectionNorm
 from threefold.engine.layers.positions import Positions
-from threefold.engine.layers.projection_norm import ProjectionNorm
 
 
 class GqaHeadGroups:

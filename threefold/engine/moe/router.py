@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from threefold.engine.autograd.linear import linear
 from threefold.engine.batch import Padding
+from threefold.engine.kernels.availability import runs_fused
 from threefold.engine.kernels.elementwise.topk_router import (
     ChunkStarts,
     TopKOptions,
@@ -23,7 +24,6 @@ from threefold.engine.kernels.elementwise.topk_router import (
     route_tokens,
     router_logits,
 )
-from threefold.engine.kernels.fusion_switch import runs_fused
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import MoeSpec
 

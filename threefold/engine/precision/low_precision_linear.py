@@ -4,7 +4,7 @@ For the backward only the input is saved, transposed and quantized as the weight
 per number in FP8, and once for all layers that share the input. Where the input is recomputed, or another operation
 saves it anyway, the unquantized input is saved, which costs nothing, and is quantized in the backward.
 
-`models/low_precision.py` replaces `nn.Linear` by `LowPrecisionLinear`; `layers/input_linears.py` and
+`models/build.py` replaces `nn.Linear` by `LowPrecisionLinear`; `layers/input_linears.py` and
 `shard/tensor_parallel.py` call `low_precision_linears`.
 
 Shapes: ... any dims before, T tokens, I and O dims in and out.
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from threefold.engine.autograd.delayed_wgrad import open_queue_for
 from threefold.engine.autograd.recompute import is_recomputed
 from threefold.engine.context import count_event
-from threefold.engine.precision.choose_backend import EMULATED, choose_backend
 from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.quantize import Quantized
 from threefold.engine.precision.recipes import Recipe
+from threefold.engine.precision.scaled_mm_backends import EMULATED, choose_backend
 from threefold.engine.precision.weight_cache import WeightCache
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threefold.engine.device import is_simulated
 from threefold.engine.precision.emulated_backend import EmulatedBackend, QuantizedWeights
 from threefold.engine.precision.float_formats import E4M3, FloatFormat
 from threefold.engine.precision.quantize import Quantized, QuantSpec, fp32_scales
@@ -252,3 +253,17 @@ def swizzle_scales(scales_Mk: Tensor) -> Tensor:
     whole = F.pad(scales_Mk.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
     tiles = whole.view(-(-rows // 128), 4, 32, -(-columns // 4), 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(dtype)
+
+
+EMULATED, SIMULATED = EmulatedBackend(), SimulatedBackend()
+
+
+def choose_backend(recipe: Recipe, x_TI: Tensor, weights: Sequence[Tensor]) -> EmulatedBackend:
+    """The backend for this input and these weights, (O, I). Without weights nothing is multiplied, and any sizes do."""
+    if is_simulated():
+        return SIMULATED
+    if not x_TI.is_cuda or x_TI.dtype != torch.bfloat16:
+        return EMULATED
+    sizes = (*x_TI.shape, *(len(weight) for weight in weights)) if weights else ()
+    found = native_backend(recipe, compute_capability_major(x_TI.device))
+    return found if found is not None and sizes_are_aligned(sizes, recipe.input.format) else EMULATED

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from threefold.engine.batch import Batch
 from threefold.engine.dist.mesh import Mesh
-from threefold.engine.graphs.model_graphs import ModelGraphs, make_model_graphs
+from threefold.engine.graphs.scopes import ModelGraphs, make_model_graphs
 from threefold.engine.graphs.stats import GraphStats
 from threefold.engine.models.compile import compile_parts
 from threefold.engine.models.decoder import Decoder

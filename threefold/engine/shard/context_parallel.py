@@ -35,7 +35,7 @@ from threefold.engine.shard.latent_attention import LatentExchange
 from threefold.engine.shard.recurrent_context import ContextParallelDelta, ContextParallelMamba
 from threefold.engine.shard.ring_attention import AllGatherAttention, RingAttention, ShardedMask
 from threefold.engine.shard.sequence_layout import heads_to_sequence, sequence_to_heads, shard_sequence
-from threefold.layout.dynamic_cp import cp_degrees
+from threefold.layout.degrees import cp_degrees
 from threefold.plan.plan import Plan
 
 

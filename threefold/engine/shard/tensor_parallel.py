@@ -36,7 +36,7 @@ from threefold.engine.layers.cross_entropy import VocabShard
 from threefold.engine.layers.embedding import embed
 from threefold.engine.layers.input_linears import apply_linears
 from threefold.engine.layers.mlp import Mlp
-from threefold.engine.layers.projection_norm import NormShard, ProjectionNorm
+from threefold.engine.layers.norm import NormShard, ProjectionNorm
 from threefold.engine.lora import LORA_A, LORA_B, LoraLinear, add_low_rank
 from threefold.engine.models.block import StreamBlock
 from threefold.engine.models.decoder import Decoder

@@ -28,13 +28,10 @@ from threefold.engine.weights.base_checkpoint import (
     record_base,
 )
 from threefold.engine.weights.claimed_folder import claimed_folder
-from threefold.engine.weights.hf_names import hf_layouts, names_of
-from threefold.engine.weights.hf_tensor import stored_keys
+from threefold.engine.weights.hf_names import hf_layouts, names_of, stored_keys
 from threefold.engine.weights.imported_weights import INITIAL, convertible_finding
 from threefold.engine.weights.model_shapes import MODEL, check_is_model, tensors_on_meta
-from threefold.engine.weights.peft.merge import MergedTensors
-from threefold.engine.weights.peft.read_adapter import open_adapter
-from threefold.engine.weights.peft.write_adapter import refused_targets, write_adapter
+from threefold.engine.weights.peft import MergedTensors, open_adapter, refused_targets, write_adapter
 from threefold.engine.weights.read_hf import HfWeights, open_hf
 from threefold.engine.weights.run_files import DRAFT, HF_CONFIG, TOKENIZER_FOLDER, copy_model_files
 from threefold.engine.weights.safetensors_files import SafetensorsFolder

@@ -14,8 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from threefold.engine.weights.hf_names import duplicated_keys, hf_layouts, names_of
-from threefold.engine.weights.hf_tensor import HfTensor
+from threefold.engine.weights.hf_names import HfTensor, duplicated_keys, hf_layouts, names_of
 from threefold.engine.weights.safetensors_files import INDEX, SINGLE, refuse
 from threefold.spec.hf import hf_config_of
 from threefold.spec.model import ModelSpec

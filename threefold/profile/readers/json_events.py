@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from threefold.profile.readers.unreadable import MAX_EVENT_BYTES, unreadable
+from threefold.profile.readers.text_stream import MAX_EVENT_BYTES, unreadable
 
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
 # A string that the end of the text cuts off is one token too: brackets inside of it must not count.

@@ -26,8 +26,7 @@ from threefold.profile.readers.kineto_values import (
     text_of,
     with_host_devices,
 )
-from threefold.profile.readers.text_stream import text_pieces
-from threefold.profile.readers.unreadable import MAX_EVENTS, MAX_NAMES, unreadable
+from threefold.profile.readers.text_stream import MAX_EVENTS, MAX_NAMES, text_pieces, unreadable
 from threefold.profile.trace import COPY, KERNEL, Collective, DeviceSpans, HostSpans, MemoryUse, Trace
 
 # What the categories of PyTorch's releases (and of ROCm's and XPU's profilers) stand for, in lower case.

@@ -18,7 +18,7 @@ from threefold.findings import FindingsError
 from threefold.plan.file import read_plan
 from threefold.plan.load import ROUTING
 from threefold.plan.plan import Plan
-from threefold.profile.readers.unreadable import unreadable
+from threefold.profile.readers.text_stream import unreadable
 from threefold.safe_files import check_inside, open_regular, read_json, read_lines
 
 PLAN, METRICS, LOADS, PROFILE = "plan.toml", "metrics.jsonl", "loads.json", "profile"

@@ -1,7 +1,8 @@
 """The bytes of a trace file in pieces, decompressed in a thread beside the decoder.
 
 zlib releases the interpreter's lock, so that decompression and decoding take two cores. Memory stays at a few pieces
-whatever the size of the file. `json_events.py` reads from it.
+whatever the size of the file. `json_events.py` reads from it. The limits of a trace are here too, and
+the finding about one that cannot be read.
 """
 
 import queue
@@ -12,7 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from threefold.profile.readers.unreadable import MAX_RATIO, MAX_TRACE_BYTES, MIN_BOMB_BYTES, unreadable
+from threefold.findings import Finding, FindingsError
+
+MAX_TRACE_BYTES = 2**36  # 64 GiB of JSON after decompression
+MAX_RATIO = 300  # of decompressed to compressed bytes; traces reach 40
+MIN_BOMB_BYTES = 2**28  # a small file may compress as well as it likes
+MAX_EVENT_BYTES = 2**26  # 64 MiB; a real event has some kilobytes
+MAX_EVENTS = 40_000_000  # events that are kept
+MAX_NAMES = 2_000_000  # different names of kernels, operators and annotations
+
+RULE = "trace-readable"
+ADVICE = "record the trace again, and let the profiler finish writing it"
+
+
+def unreadable(path: Path, problem: str, advice: str = ADVICE) -> FindingsError:
+    """The one finding about a trace that is damaged, hostile or of no known kind."""
+    return FindingsError([Finding(rule=RULE, at=str(path), problem=problem, advice=advice)])
+
 
 PIECE_BYTES = 2**23
 GZIP_MAGIC = b"\x1f\x8b"

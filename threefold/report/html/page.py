@@ -15,7 +15,7 @@ from typing import Any
 
 import threefold
 from threefold.findings import Finding, as_overrides
-from threefold.report.html.markup import NOTHING, Markup, join, tag
+from threefold.report.html.markup import NOTHING, Markup, tag
 
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src '{script}'; connect-src {connect}; "
@@ -143,7 +143,3 @@ def copied_text(words: str, label: str) -> Markup:
     """Text to copy, with a button that does it."""
     button = tag("button", "Copy", type="button", data_copy=True, aria_label=f"Copy {label}", class_="small")
     return tag("div", button, tag("pre", tag("code", words), tabindex=0), class_="copied")
-
-
-def paragraphs(*lines: str) -> Markup:
-    return join(tag("p", each) for each in lines if each)

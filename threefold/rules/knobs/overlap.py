@@ -12,7 +12,7 @@ from threefold.cost.time.ep_overlap import unpaired_fraction
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
 from threefold.remedies.recompute_sets import fitting_sets
-from threefold.rules.base import divisors, older, rule, without
+from threefold.rules.base import divisors, megatron_refuses, older, rule, without
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.candidates import dispatcher_candidates
 from threefold.spec.model import GqaSpec
@@ -82,11 +82,7 @@ def ep_overlap_excludes_shared_overlap(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.shared_expert_overlap", problem=problem, fix={"knobs.shared_expert_overlap": False})
 
 
-@rule(
-    rows="EO-V5 EO-D3",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "only supported when using bf16 or fp16 models"),
-)
+@megatron_refuses(BRIDGE_COMM_OVERLAP, "only supported when using bf16 or fp16 models", rows="EO-V5 EO-D3")
 def ep_overlap_base_dtype(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap needs a bf16 or fp16 base.
 
@@ -98,10 +94,8 @@ def ep_overlap_base_dtype(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.precision", problem="EP overlap in fp32", fix={"knobs.precision": "bf16"})
 
 
-@rule(
-    rows="EO-V6 EO-D4",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "A2A Overlap encounters hang issue with torch version < 2.6.0"),
+@megatron_refuses(
+    BRIDGE_COMM_OVERLAP, "A2A Overlap encounters hang issue with torch version < 2.6.0", rows="EO-V6 EO-D4"
 )
 def ep_overlap_torch(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap needs PyTorch 2.6.
@@ -173,11 +167,7 @@ def _sets_that_fit(plan: Plan, *gone: str) -> Iterator[list[str]]:
         yield from fitting_sets(replace(plan, knobs=knobs))
 
 
-@rule(
-    rows="EO-V9",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "disable recomputation method when enabling"),
-)
+@megatron_refuses(BRIDGE_COMM_OVERLAP, "disable recomputation method when enabling", rows="EO-V9")
 def ep_overlap_recompute_method(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap wants no recompute method.
 
@@ -190,11 +180,7 @@ def ep_overlap_recompute_method(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.recompute_method", problem=problem, fix={"knobs.recompute_method": None})
 
 
-@rule(
-    rows="EO-V10",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "recompute_num_layers must be None when enabling"),
-)
+@megatron_refuses(BRIDGE_COMM_OVERLAP, "recompute_num_layers must be None when enabling", rows="EO-V10")
 def ep_overlap_recompute_layers(plan: Plan) -> Iterator[Finding]:
     """Megatron's EP overlap wants no number of recomputed layers.
 
@@ -373,11 +359,7 @@ def delay_wgrad_needs_ep_overlap(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.delay_wgrad", problem=problem, fixes=[on, queues, off])
 
 
-@rule(
-    rows="WG-V2",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "required for overlap_grad_reduce when using"),
-)
+@megatron_refuses(BRIDGE_COMM_OVERLAP, "required for overlap_grad_reduce when using", rows="WG-V2")
 def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with overlapped gradient reduction need Transformer Engine 2.7.
 
@@ -394,11 +376,7 @@ def delay_wgrad_grad_reduce_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fix=fix, advice=advice)
 
 
-@rule(
-    rows="WG-V3",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "required for gradient_accumulation_fusion when using"),
-)
+@megatron_refuses(BRIDGE_COMM_OVERLAP, "required for gradient_accumulation_fusion when using", rows="WG-V3")
 def delay_wgrad_fusion_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients with gradient-accumulation fusion need Transformer Engine 2.7.
 
@@ -423,11 +401,7 @@ def _wgrad_in_graph(plan: Plan) -> str | None:
     return None
 
 
-@rule(
-    rows="WG-V4 WG-V7",
-    target="megatron-bridge",
-    refused_in=(BRIDGE_COMM_OVERLAP, "CUDA graph with delay_wgrad_compute requires TE version"),
-)
+@megatron_refuses(BRIDGE_COMM_OVERLAP, "CUDA graph with delay_wgrad_compute requires TE version", rows="WG-V4 WG-V7")
 def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients inside a CUDA graph need Transformer Engine 2.12.
 
@@ -450,11 +424,7 @@ def delay_wgrad_graph_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fixes=[fix, no_delay], advice=advice)
 
 
-@rule(
-    rows="WG-V8",
-    target="megatron-bridge",
-    refused_in=(CORE_CONFIG, "TE version >= 2.10.0 is required for delay_wgrad_compute with"),
-)
+@megatron_refuses(CORE_CONFIG, "TE version >= 2.10.0 is required for delay_wgrad_compute with", rows="WG-V8")
 def delay_wgrad_scoped_graph_te(plan: Plan) -> Iterator[Finding]:
     """Delayed weight gradients beside any scoped graph need Transformer Engine 2.10.
 

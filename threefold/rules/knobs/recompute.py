@@ -7,7 +7,7 @@ from threefold.cost.fit import surely_fits
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
 from threefold.remedies.recompute_sets import fitting_sets
-from threefold.rules.base import older, rule, without
+from threefold.rules.base import megatron_refuses, older, rule, without
 from threefold.rules.knobs.dispatch import fuses_experts
 from threefold.rules.layout.batch import can_be_priced
 from threefold.spec.flops import layer_flops
@@ -156,11 +156,7 @@ def shared_recompute_or_overlap(plan: Plan) -> Iterator[Finding]:
 _OUTPUT_DISCARDED = ("moe_act", "layernorm")
 
 
-@rule(
-    rows="RC-FP8",
-    target="megatron-bridge",
-    refused_in=(CORE_CONFIG, "Delayed scaling does not support moe_act and layernorm recompute"),
-)
+@megatron_refuses(CORE_CONFIG, "Delayed scaling does not support moe_act and layernorm recompute", rows="RC-FP8")
 def recompute_fp8_scaling(plan: Plan) -> Iterator[Finding]:
     """FP8 recompute of moe_act and layernorm needs scales that are computed on the spot, and TE 2.6.
 

@@ -4,16 +4,12 @@ from collections.abc import Iterator
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import older, rule
+from threefold.rules.base import megatron_refuses, older
 from threefold.spec.model import MambaSpec, MlaSpec
 from threefold.spec.stacks import CORE_CONFIG
 
 
-@rule(
-    target="megatron-bridge",
-    rows="LC-CP",
-    refused_in=(CORE_CONFIG, "self.linear_num_key_heads=} must be a multiple of"),
-)
+@megatron_refuses(CORE_CONFIG, "self.linear_num_key_heads=} must be a multiple of", rows="LC-CP")
 def delta_heads_divide(plan: Plan) -> Iterator[Finding]:
     """TP x CP divides the key and value heads of the gated delta rule.
 
@@ -33,10 +29,8 @@ def delta_heads_divide(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.cp", problem=f"{heads} over TP {layout.tp} x CP {layout.cp}", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="LC-CP",
-    refused_in=("core/ssm/mamba_context_parallel.py", "nheads must be evenly divisible by tp_size * cp_size"),
+@megatron_refuses(
+    "core/ssm/mamba_context_parallel.py", "nheads must be evenly divisible by tp_size * cp_size", rows="LC-CP"
 )
 def mamba_heads_divide(plan: Plan) -> Iterator[Finding]:
     """TP x CP divides the heads of Mamba layers, and their groups where these are enough.
@@ -64,11 +58,7 @@ def _mamba_divides(mamba: MambaSpec, tp: int, cp: int) -> bool:
     return mamba.num_heads % (tp * cp) == 0 and mamba.num_groups % tp == 0 and (groups % cp == 0 or cp % groups == 0)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="LC-CP",
-    refused_in=("core/ssm/gated_delta_net.py", "# from .gated_delta_net_context_parallel import"),
-)
+@megatron_refuses("core/ssm/gated_delta_net.py", "# from .gated_delta_net_context_parallel import", rows="LC-CP")
 def delta_rule_without_cp(plan: Plan) -> Iterator[Finding]:
     """Megatron Core before 0.18 runs the gated delta rule without context parallelism.
 
@@ -80,7 +70,7 @@ def delta_rule_without_cp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.cp", problem=f"CP {plan.layout.cp} on {plan.model.name}", fix={"layout.cp": 1})
 
 
-@rule(target="megatron-bridge", rows="LC-CP", refused_in=("core/ssm/gated_delta_net.py", "name: str | None = None,"))
+@megatron_refuses("core/ssm/gated_delta_net.py", "name: str | None = None,", rows="LC-CP")
 def delta_rule_by_p2p(plan: Plan) -> Iterator[Finding]:
     """Megatron Core 0.18 takes no type of context-parallel communication for models with the gated delta rule.
 
@@ -94,7 +84,7 @@ def delta_rule_by_p2p(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "p2p"})
 
 
-@rule(target="megatron-bridge", rows="LC-CP", refused_in=(CORE_CONFIG, "is not supported by DSAttention!"))
+@megatron_refuses(CORE_CONFIG, "is not supported by DSAttention!", rows="LC-CP")
 def sparse_attention_without_cp(plan: Plan) -> Iterator[Finding]:
     """Megatron Core before 0.19 runs sparse attention without context parallelism.
 
@@ -111,7 +101,7 @@ def _is_sparse(plan: Plan) -> bool:
     return isinstance(spec, MlaSpec) and spec.indexer is not None
 
 
-@rule(target="megatron-bridge", rows="LC-CP", refused_in=(CORE_CONFIG, "cp_comm_type=allgather only"))
+@megatron_refuses(CORE_CONFIG, "cp_comm_type=allgather only", rows="LC-CP")
 def sparse_attention_gathers(plan: Plan) -> Iterator[Finding]:
     """Sparse attention exchanges keys over context parallelism by all-gather.
 
@@ -125,11 +115,7 @@ def sparse_attention_gathers(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.cp_comm", problem=problem, fix={"knobs.cp_comm": "all_gather"})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="LC-HIERTE LC-CP-HIER",
-    refused_in=("core/extensions/transformer_engine.py", "must be >= 1.12.0 to support"),
-)
+@megatron_refuses("core/extensions/transformer_engine.py", "must be >= 1.12.0 to support", rows="LC-HIERTE LC-CP-HIER")
 def hierarchical_cp_needs_te(plan: Plan) -> Iterator[Finding]:
     """Hierarchical context parallelism needs Transformer Engine 1.12.
 
@@ -144,11 +130,7 @@ def hierarchical_cp_needs_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 1.12 or newer")
 
 
-@rule(
-    target="megatron-bridge",
-    rows="LC-HYBCP LC-CP-DYN",
-    refused_in=("training/arguments.py", "Hybrid context parallelism not supported with"),
-)
+@megatron_refuses("training/arguments.py", "Hybrid context parallelism not supported with", rows="LC-HYBCP LC-CP-DYN")
 def hybrid_cp_on_target(plan: Plan) -> Iterator[Finding]:
     """Megatron shards each sequence by its length without graphs and without FSDP.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule, without
+from threefold.rules.base import megatron_refuses, without
 from threefold.spec.candidates import runs_dispatcher
 from threefold.spec.stacks import CORE_CONFIG
 
@@ -12,10 +12,10 @@ _FUSED_ACTIVATIONS = ("silu", "clamped swiglu", "relu2")
 _FUSION: Changes = {"knobs.expert_fusion": None}
 
 
-@rule(
-    target="megatron-bridge",
+@megatron_refuses(
+    CORE_CONFIG,
+    "moe_expert_rank_capacity_factor requires moe_flex_dispatcher_backend to be",
     rows="EX-DROP DI-RANKCAP CG-PAGEDREQ",
-    refused_in=(CORE_CONFIG, "moe_expert_rank_capacity_factor requires moe_flex_dispatcher_backend to be"),
 )
 def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
     """Megatron has a capacity per rank with HybridEP only.
@@ -31,11 +31,7 @@ def rank_capacity_needs_hybridep(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.capacity_scope", problem=problem, fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="EX-DROP DI-RANKCAP",
-    refused_in=(CORE_CONFIG, "use_transformer_engine_op_fuser to "),
-)
+@megatron_refuses(CORE_CONFIG, "use_transformer_engine_op_fuser to ", rows="EX-DROP DI-RANKCAP")
 def rank_capacity_needs_expert_fusion(plan: Plan) -> Iterator[Finding]:
     """Megatron has a capacity per rank with fused experts only.
 
@@ -48,10 +44,8 @@ def rank_capacity_needs_expert_fusion(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.capacity_scope", problem="a capacity per rank without expert_fusion", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="EX-DROP DI-DROP DI-GATE-DE",
-    refused_in=(CORE_CONFIG, "Flex token dispatcher with deepep backend does not support"),
+@megatron_refuses(
+    CORE_CONFIG, "Flex token dispatcher with deepep backend does not support", rows="EX-DROP DI-DROP DI-GATE-DE"
 )
 def capacity_without_deepep(plan: Plan) -> Iterator[Finding]:
     """Megatron pads experts to their capacity without DeepEP only.
@@ -68,11 +62,7 @@ def capacity_without_deepep(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.dispatcher", problem="a capacity per expert with deepep", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="DI-GATE-DE",
-    refused_in=("core/transformer/moe/token_dispatcher.py", "DeepEP dispatcher requires TPxEP > 1"),
-)
+@megatron_refuses("core/transformer/moe/token_dispatcher.py", "DeepEP dispatcher requires TPxEP > 1", rows="DI-GATE-DE")
 def deepep_has_somewhere_to_send(plan: Plan) -> Iterator[Finding]:
     """Megatron runs DeepEP over more than one rank.
 
@@ -85,9 +75,7 @@ def deepep_has_somewhere_to_send(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.dispatcher", problem="deepep with EP 1", fix={"knobs.dispatcher": "alltoall"})
 
 
-@rule(
-    target="megatron-bridge", rows="PF-ETPWARN", refused_in=(CORE_CONFIG, "Bias in Moe is only supported when ETP==1")
-)
+@megatron_refuses(CORE_CONFIG, "Bias in Moe is only supported when ETP==1", rows="PF-ETPWARN")
 def expert_bias_without_etp(plan: Plan) -> Iterator[Finding]:
     """Megatron cuts experts over ETP only where they have no biases.
 
@@ -101,10 +89,8 @@ def expert_bias_without_etp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.etp", problem=problem, fixes=[{"layout.etp": 1}, wide])
 
 
-@rule(
-    target="megatron-bridge",
-    rows="EX-GG",
-    refused_in=("core/transformer/moe/experts.py", "Fused GroupedMLP is not supported for this configuration"),
+@megatron_refuses(
+    "core/transformer/moe/experts.py", "Fused GroupedMLP is not supported for this configuration", rows="EX-GG"
 )
 def expert_fusion_on_target(plan: Plan) -> Iterator[Finding]:
     """Megatron fuses experts that are whole, with an activation that it has a kernel for, and not offloaded in parts.
@@ -129,11 +115,7 @@ def expert_fusion_on_target(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.expert_fusion", problem=problem, fixes=[*more, _FUSION])
 
 
-@rule(
-    target="megatron-bridge",
-    rows="FP-PAD",
-    refused_in=(CORE_CONFIG, "fp8/fp4 must be specified when moe_router_padding_for_quantization"),
-)
+@megatron_refuses(CORE_CONFIG, "fp8/fp4 must be specified when moe_router_padding_for_quantization", rows="FP-PAD")
 def router_padding_needs_quantization(plan: Plan) -> Iterator[Finding]:
     """Megatron pads the rows of experts for quantized GEMMs only.
 
@@ -146,7 +128,7 @@ def router_padding_needs_quantization(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.router_padding", problem=problem, fix={"knobs.router_padding": None})
 
 
-@rule(target="megatron-bridge", rows="FP-BLOCK", refused_in=(CORE_CONFIG, "fp8_output_proj requires fp8_recipe="))
+@megatron_refuses(CORE_CONFIG, "fp8_output_proj requires fp8_recipe=", rows="FP-BLOCK")
 def fp8_output_needs_mxfp8(plan: Plan) -> Iterator[Finding]:
     """Megatron multiplies the output layer below sixteen bits in MXFP8 only.
 
@@ -159,11 +141,7 @@ def fp8_output_needs_mxfp8(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.fp8_output", problem=problem, fix={"knobs.fp8_output": None})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="DI-GATE-DE",
-    refused_in=("bridge/training/flex_dispatcher_backend.py", "Skipping DeepEP configuration."),
-)
+@megatron_refuses("bridge/training/flex_dispatcher_backend.py", "Skipping DeepEP configuration.", rows="DI-GATE-DE")
 def deepep_on_its_chips(plan: Plan) -> Iterator[Finding]:
     """Releases of Bridge before 0.6 refuse DeepEP on chips that they do not apply it on.
 
@@ -177,11 +155,7 @@ def deepep_on_its_chips(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.dispatcher", problem=f"deepep on {plan.chip.name}", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="EO-V11",
-    refused_in=(CORE_CONFIG, "Pipeline model parallel size must be larger than 1"),
-)
+@megatron_refuses(CORE_CONFIG, "Pipeline model parallel size must be larger than 1", rows="EO-V11")
 def ep_overlap_with_mtp_needs_pipeline(plan: Plan) -> Iterator[Finding]:
     """Releases before 0.5 overlap experts of a model with MTP in a pipeline only.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import older, rule, without
+from threefold.rules.base import megatron_refuses, older, rule, without
 from threefold.rules.knobs.graphs import narrower
 from threefold.spec.megatron import release_of, version
 from threefold.spec.stacks import MEGATRON_ARGUMENTS, MEGATRON_FSDP
@@ -89,11 +89,7 @@ def fsdp_excludes_full_graph(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fixes=narrower(plan, kept))
 
 
-@rule(
-    target="megatron-bridge",
-    rows="VL-COMPAT",
-    refused_in=(_ADAPTER, "1F1B overlap with FSDP does not support per-layer CUDA graphs"),
-)
+@megatron_refuses(_ADAPTER, "1F1B overlap with FSDP does not support per-layer CUDA graphs", rows="VL-COMPAT")
 def fsdp_overlap_without_scoped_graphs(plan: Plan) -> Iterator[Finding]:
     """Megatron's FSDP with EP overlap goes without graphs of parts of a layer.
 
@@ -109,11 +105,7 @@ def fsdp_overlap_without_scoped_graphs(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=problem, fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="VL-COMPAT OP-GAF",
-    refused_in=(_ADAPTER, "Megatron-FSDP with gradient_accumulation_fusion requires"),
-)
+@megatron_refuses(_ADAPTER, "Megatron-FSDP with gradient_accumulation_fusion requires", rows="VL-COMPAT OP-GAF")
 def fsdp_fusion_te(plan: Plan) -> Iterator[Finding]:
     """Megatron's FSDP with fused gradient accumulation needs Transformer Engine 2.10.
 
@@ -128,10 +120,8 @@ def fsdp_fusion_te(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="stack.te", problem=problem, fix=fix, advice="or run Transformer Engine 2.10 or newer")
 
 
-@rule(
-    target="megatron-bridge",
-    rows="FS-CONN",
-    refused_in=("bridge/training/config.py", "FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset."),
+@megatron_refuses(
+    "bridge/training/config.py", "FSDP requires CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset.", rows="FS-CONN"
 )
 def fsdp_needs_connections(plan: Plan) -> Iterator[Finding]:
     """Megatron's FSDP runs with several hardware queues.
@@ -148,11 +138,7 @@ def fsdp_needs_connections(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.max_connections", problem=problem, fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="FS-OPT",
-    refused_in=("training/arguments.py", "optimizer does not support Megatron-FSDP for now."),
-)
+@megatron_refuses("training/arguments.py", "optimizer does not support Megatron-FSDP for now.", rows="FS-OPT")
 def fsdp_needs_adam(plan: Plan) -> Iterator[Finding]:
     """Megatron's FSDP updates its shards by Adam.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule, without
+from threefold.rules.base import megatron_refuses, rule, without
 from threefold.spec.candidates import GRAPH_CANDIDATES
 from threefold.spec.stacks import CORE_CONFIG
 
@@ -12,10 +12,8 @@ _OFFLOAD = "knobs.activation_offload"
 _LAYER = "core/transformer/transformer_layer.py"
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CG-FGOFF OF-RULE",
-    refused_in=(CORE_CONFIG, "Token-drop MoE is temporarily not supported with activation offloading."),
+@megatron_refuses(
+    CORE_CONFIG, "Token-drop MoE is temporarily not supported with activation offloading.", rows="CG-FGOFF OF-RULE"
 )
 def graph_of_experts_without_offload(plan: Plan) -> Iterator[Finding]:
     """Megatron offloads no activations where a graph holds the whole MoE layer.
@@ -31,10 +29,8 @@ def graph_of_experts_without_offload(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem="a graph of moe with activation offload", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CG-PACK CG-PACKPAD",
-    refused_in=(_LAYER, '"inference_context and packed_seq_params are excluded from input list. "'),
+@megatron_refuses(
+    _LAYER, '"inference_context and packed_seq_params are excluded from input list. "', rows="CG-PACK CG-PACKPAD"
 )
 def packed_attention_in_no_scoped_graph(plan: Plan) -> Iterator[Finding]:
     """Megatron replays attention of packed documents in a graph of the whole iteration, or in none.
@@ -55,11 +51,7 @@ def has_paged_stash(plan: Plan) -> bool:
     return plan.has_rank_capacity and "full_iteration" in plan.knobs.graphs
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CG-PAGEDX",
-    refused_in=(CORE_CONFIG, "When moe_paged_stash is enabled, offload_modules must not include"),
-)
+@megatron_refuses(CORE_CONFIG, "When moe_paged_stash is enabled, offload_modules must not include", rows="CG-PAGEDX")
 def paged_stash_holds_experts(plan: Plan) -> Iterator[Finding]:
     """What the paged stash of a graph of the iteration holds is not offloaded by name.
 
@@ -75,11 +67,7 @@ def paged_stash_holds_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_OFFLOAD, problem=problem, fix={_OFFLOAD: without(names, *inside)})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CG-PAGEDREQ",
-    refused_in=(CORE_CONFIG, "moe_paged_stash cannot be enabled with cpu_offloading."),
-)
+@megatron_refuses(CORE_CONFIG, "moe_paged_stash cannot be enabled with cpu_offloading.", rows="CG-PAGEDREQ")
 def paged_stash_keeps_layers(plan: Plan) -> Iterator[Finding]:
     """Whole layers are not offloaded next to a paged stash.
 

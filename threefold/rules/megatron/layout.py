@@ -5,7 +5,7 @@ from math import gcd
 
 from threefold.findings import Changes, Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule, without
+from threefold.rules.base import megatron_refuses, rule, without
 from threefold.spec.candidates import FLEX
 from threefold.spec.derived import DerivedModel
 from threefold.spec.megatron import BridgeRelease, bridge_releases, release_of
@@ -19,10 +19,8 @@ _ONE_CHUNK: list[Changes] = [  # EP overlap with a pipeline needs several chunks
 ]
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CF-ONE",
-    refused_in=("bridge/models/conversion/auto_bridge.py", "Model architecture '{architecture}' is not yet supported"),
+@megatron_refuses(
+    "bridge/models/conversion/auto_bridge.py", "Model architecture '{architecture}' is not yet supported", rows="CF-ONE"
 )
 def bridge_trains_family(plan: Plan) -> Iterator[Finding]:
     """The release of Megatron Bridge has a bridge for the model's architecture.
@@ -53,10 +51,8 @@ def _has_bridge(release: BridgeRelease, model: ModelSpec) -> bool:
     return model.family in release.families and (of_text is None or of_text in release.architectures)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="RR-SHORT",
-    refused_in=("core/optimizer_param_scheduler.py", "assert self.lr_warmup_steps < self.lr_decay_steps"),
+@megatron_refuses(
+    "core/optimizer_param_scheduler.py", "assert self.lr_warmup_steps < self.lr_decay_steps", rows="RR-SHORT"
 )
 def warmup_ends_before_training(plan: Plan) -> Iterator[Finding]:
     """The learning rate warms up in fewer steps than the run has.
@@ -73,13 +69,10 @@ def warmup_ends_before_training(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="job.warmup_steps", problem=problem, fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
+@megatron_refuses(
+    "bridge/models/hybrid/hybrid_provider.py",
+    "Virtual pipeline model parallelism is temporarily unsupported",
     rows="PP-VPP",
-    refused_in=(
-        "bridge/models/hybrid/hybrid_provider.py",
-        "Virtual pipeline model parallelism is temporarily unsupported",
-    ),
 )
 def hybrid_models_without_vpp(plan: Plan) -> Iterator[Finding]:
     """Megatron runs models with Mamba layers without virtual stages.
@@ -91,13 +84,10 @@ def hybrid_models_without_vpp(plan: Plan) -> Iterator[Finding]:
     yield from _virtual_stages_with_mamba(plan)
 
 
-@rule(
-    target="megatron-bridge",
+@megatron_refuses(
+    "bridge/models/mamba/mamba_provider.py",
+    "Virtual pipeline model parallelism is temporarily unsupported",
     rows="PP-VPP",
-    refused_in=(
-        "bridge/models/mamba/mamba_provider.py",
-        "Virtual pipeline model parallelism is temporarily unsupported",
-    ),
 )
 def mamba_models_without_vpp(plan: Plan) -> Iterator[Finding]:
     """Releases of Bridge before 0.6 run models with Mamba layers without virtual stages.
@@ -133,10 +123,8 @@ def hybrid_stages_are_equal(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.pp", problem=problem, fix={"layout.pp": gcd(layers, pp), "layout.stages": None})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="PP-LAYOUT",
-    refused_in=("core/models/gpt/gpt_layer_specs.py", "Experimental attention variant is not supported with "),
+@megatron_refuses(
+    "core/models/gpt/gpt_layer_specs.py", "Experimental attention variant is not supported with ", rows="PP-LAYOUT"
 )
 def chunks_next_to_mtp_have_layers(plan: Plan) -> Iterator[Finding]:
     """Every chunk of a model with the gated delta rule or sparse attention has a decoder layer, where it has MTP.
@@ -176,13 +164,10 @@ def bridge_model_without_vpp(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="layout.vpp", problem=problem, fixes=_ONE_CHUNK)
 
 
-@rule(
-    target="megatron-bridge",
+@megatron_refuses(
+    "bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
+    "the deepstack_visual_embeds should on the first pp-stage",
     rows="PP-LAYOUT VL-GUIDE",
-    refused_in=(
-        "bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
-        "the deepstack_visual_embeds should on the first pp-stage",
-    ),
 )
 def first_stage_takes_image_features(plan: Plan) -> Iterator[Finding]:
     """The first chunk of a pipeline has a decoder layer for each layer of the image encoder whose output it takes.
@@ -200,11 +185,7 @@ def first_stage_takes_image_features(plan: Plan) -> Iterator[Finding]:
     yield Finding(at="layout.pp", problem=problem, fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CG-ATTN",
-    refused_in=(CORE_CONFIG, "mlp cuda graph is only supported for dense layers"),
-)
+@megatron_refuses(CORE_CONFIG, "mlp cuda graph is only supported for dense layers", rows="CG-ATTN")
 def mlp_graph_needs_dense_layers(plan: Plan) -> Iterator[Finding]:
     """Megatron captures `mlp` where the model has dense layers.
 
@@ -217,7 +198,7 @@ def mlp_graph_needs_dense_layers(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=f"mlp: {plan.model.name} has no dense layers", fix=fix)
 
 
-@rule(target="megatron-bridge", rows="CG-ROUTER", refused_in=(CORE_CONFIG, "moe cuda graph is only supported for MoE."))
+@megatron_refuses(CORE_CONFIG, "moe cuda graph is only supported for MoE.", rows="CG-ROUTER")
 def moe_graph_needs_experts(plan: Plan) -> Iterator[Finding]:
     """Megatron captures `moe` and `moe_router` where the model has experts.
 
@@ -231,11 +212,7 @@ def moe_graph_needs_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.graphs", problem=f"{', '.join(scopes)}: {plan.model.name} has no experts", fix=fix)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CF-ONE",
-    refused_in=(CORE_CONFIG, "moe_shared_expert_intermediate_size must be "),
-)
+@megatron_refuses(CORE_CONFIG, "moe_shared_expert_intermediate_size must be ", rows="CF-ONE")
 def ernie_has_shared_experts(plan: Plan) -> Iterator[Finding]:
     """Bridge builds ERNIE 4.5 models that have shared experts.
 
@@ -249,10 +226,8 @@ def ernie_has_shared_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="target", problem=problem, advice="choose another target")
 
 
-@rule(
-    target="megatron-bridge",
-    rows="CF-ONE",
-    refused_in=("bridge/models/gemma/gemma4_provider.py", "separate router/shared/routed inputs do not yet support"),
+@megatron_refuses(
+    "bridge/models/gemma/gemma4_provider.py", "separate router/shared/routed inputs do not yet support", rows="CF-ONE"
 )
 def gemma4_on_target(plan: Plan) -> Iterator[Finding]:
     """Bridge's Gemma 4 has no graphs, no overlap of shared experts, recomputes no `layernorm`, offloads no `mlp_norm`.
@@ -296,11 +271,11 @@ def tp_overlap_has_buffers(plan: Plan) -> Iterator[Finding]:
         yield Finding(at="knobs.tp_overlap", problem=problem, fix={"knobs.tp_overlap": None})
 
 
-@rule(
-    severity="warning",
-    target="megatron-bridge",
+@megatron_refuses(
+    "core/extensions/transformer_engine.py",
+    "The user buffer name {tp_comm_buffer_name} is not supported",
     rows="CF-ONE",
-    refused_in=("core/extensions/transformer_engine.py", "The user buffer name {tp_comm_buffer_name} is not supported"),
+    severity="warning",
 )
 def tp_overlap_stays_on(plan: Plan) -> Iterator[Finding]:
     """The overlap of tensor parallelism is asked for where Megatron leaves it on.

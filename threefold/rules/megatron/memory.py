@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule, without
+from threefold.rules.base import megatron_refuses, without
 from threefold.spec.model import MlaSpec
 from threefold.spec.stacks import CORE_CONFIG
 
@@ -13,10 +13,8 @@ _NAMES = "knobs.activation_offload"
 _INSIDE_MOE = ("expert_fc1", "moe_act", "fused_group_mlp")
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "Currently there is no support for Pipeline parallelism with CPU offloading"),
+@megatron_refuses(
+    CORE_CONFIG, "Currently there is no support for Pipeline parallelism with CPU offloading", rows="OF-ACT"
 )
 def layer_offload_without_pipeline(plan: Plan) -> Iterator[Finding]:
     """Megatron offloads whole layers without a pipeline only.
@@ -30,11 +28,7 @@ def layer_offload_without_pipeline(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_LAYERS, problem=problem, fix={_LAYERS: 0})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "CPU offloading does not work when activation recomputation is enabled"),
-)
+@megatron_refuses(CORE_CONFIG, "CPU offloading does not work when activation recomputation is enabled", rows="OF-ACT")
 def layer_offload_without_recompute(plan: Plan) -> Iterator[Finding]:
     """Megatron offloads whole layers only where nothing is recomputed.
 
@@ -47,11 +41,7 @@ def layer_offload_without_recompute(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_LAYERS, problem="offload of whole layers with recompute", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "CPU offloading can be done only for layers less"),
-)
+@megatron_refuses(CORE_CONFIG, "CPU offloading can be done only for layers less", rows="OF-ACT")
 def layer_offload_leaves_a_layer(plan: Plan) -> Iterator[Finding]:
     """Megatron keeps at least one layer on the GPU.
 
@@ -66,10 +56,8 @@ def layer_offload_leaves_a_layer(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_LAYERS, problem=problem, fix={_LAYERS: layers - 1})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "fine_grained_activation_offloading cannot be enabled with cpu_offloading"),
+@megatron_refuses(
+    CORE_CONFIG, "fine_grained_activation_offloading cannot be enabled with cpu_offloading", rows="OF-ACT"
 )
 def offload_by_layer_or_module(plan: Plan) -> Iterator[Finding]:
     """Megatron offloads whole layers or modules by name, not both.
@@ -83,11 +71,7 @@ def offload_by_layer_or_module(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_LAYERS, problem="offload of whole layers and of modules", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "attn_proj cannot be set to offload_modules alone without core_attn"),
-)
+@megatron_refuses(CORE_CONFIG, "attn_proj cannot be set to offload_modules alone without core_attn", rows="OF-ACT")
 def offload_projection_with_attention(plan: Plan) -> Iterator[Finding]:
     """Megatron offloads what `attn_proj` saves only together with `core_attn`.
 
@@ -101,11 +85,7 @@ def offload_projection_with_attention(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_NAMES, problem="offload of attn_proj without core_attn", fixes=fixes)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "while recomputing the entire MoE layer"),
-)
+@megatron_refuses(CORE_CONFIG, "while recomputing the entire MoE layer", rows="OF-ACT")
 def offload_outside_recomputed_moe(plan: Plan) -> Iterator[Finding]:
     """Megatron offloads nothing inside a MoE layer that it recomputes whole.
 
@@ -120,11 +100,7 @@ def offload_outside_recomputed_moe(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_NAMES, problem=problem, fix={_NAMES: without(names, *inside)})
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-ACT",
-    refused_in=(CORE_CONFIG, "fused_group_mlp requires use_transformer_engine_op_fuser"),
-)
+@megatron_refuses(CORE_CONFIG, "fused_group_mlp requires use_transformer_engine_op_fuser", rows="OF-ACT")
 def offload_of_fused_experts(plan: Plan) -> Iterator[Finding]:
     """`fused_group_mlp` is offloaded where experts are fused.
 
@@ -140,11 +116,7 @@ def offload_of_fused_experts(plan: Plan) -> Iterator[Finding]:
         yield Finding(at=_NAMES, problem=problem, fixes=[{_NAMES: apart}, {_NAMES: kept}])
 
 
-@rule(
-    target="megatron-bridge",
-    rows="RC-MLAUP RC-ALIAS",
-    refused_in=(CORE_CONFIG, "mla_up_proj in recompute_modules is only supported with"),
-)
+@megatron_refuses(CORE_CONFIG, "mla_up_proj in recompute_modules is only supported with", rows="RC-MLAUP RC-ALIAS")
 def recompute_mla_up_proj_needs_mla(plan: Plan) -> Iterator[Finding]:
     """Megatron recomputes `mla_up_proj` in models with multi-head latent attention.
 
@@ -155,11 +127,7 @@ def recompute_mla_up_proj_needs_mla(plan: Plan) -> Iterator[Finding]:
     yield from _absent(plan, "mla_up_proj", isinstance(plan.model.attention, MlaSpec), "no latent attention")
 
 
-@rule(
-    target="megatron-bridge",
-    rows="RC-GDN RC-ALIAS",
-    refused_in=(CORE_CONFIG, "gdn_norm_out in recompute_modules is only supported with"),
-)
+@megatron_refuses(CORE_CONFIG, "gdn_norm_out in recompute_modules is only supported with", rows="RC-GDN RC-ALIAS")
 def recompute_gdn_norm_needs_gdn(plan: Plan) -> Iterator[Finding]:
     """Megatron recomputes `gdn_norm_out` in models with the gated delta rule.
 
@@ -170,11 +138,7 @@ def recompute_gdn_norm_needs_gdn(plan: Plan) -> Iterator[Finding]:
     yield from _absent(plan, "gdn_norm_out", plan.model.delta is not None, "no gated delta rule")
 
 
-@rule(
-    target="megatron-bridge",
-    rows="RC-MOEACT RC-ALIAS",
-    refused_in=(CORE_CONFIG, "moe_act in recompute_modules is only supported with"),
-)
+@megatron_refuses(CORE_CONFIG, "moe_act in recompute_modules is only supported with", rows="RC-MOEACT RC-ALIAS")
 def recompute_moe_act_needs_experts(plan: Plan) -> Iterator[Finding]:
     """Megatron recomputes `moe_act` in models with experts.
 
@@ -191,10 +155,8 @@ def _absent(plan: Plan, name: str, is_there: bool, what: str) -> Iterator[Findin
         yield Finding(at="knobs.recompute", problem=f"{name}: {plan.model.name} has {what}", fix=fix)
 
 
-@rule(
-    target="megatron-bridge",
-    rows="OF-OPT",
-    refused_in=("core/optimizer/optimizer_config.py", "--use-precision-aware-optimizer only supported with adam"),
+@megatron_refuses(
+    "core/optimizer/optimizer_config.py", "--use-precision-aware-optimizer only supported with adam", rows="OF-OPT"
 )
 def narrow_states_need_adamw(plan: Plan) -> Iterator[Finding]:
     """Megatron keeps narrower optimizer states, gradients or remainders of weights, and states on the host, for Adam.

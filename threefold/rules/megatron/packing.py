@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 from threefold.findings import Finding
 from threefold.plan.plan import Plan
-from threefold.rules.base import rule
+from threefold.rules.base import megatron_refuses, rule
 
 # Families whose finetuning recipes in Bridge 0.6.2 switch packing off (recipes/qwen/h100/qwen3_next.py:163,
 # recipes/glm/h100/glm45.py:299) and whose guide says that they do not pack.
 _UNPACKED = ("qwen3_next", "glm4_moe")
 
 
-@rule(
-    target="megatron-bridge",
+@megatron_refuses(
+    "bridge/training/config.py",
+    "Micro batch size should be 1 when training with packed sequence",
     rows="PK-MBS PK-THREE",
-    refused_in=("bridge/training/config.py", "Micro batch size should be 1 when training with packed sequence"),
 )
 def packed_microbatch_is_one(plan: Plan) -> Iterator[Finding]:
     """A microbatch of offline-packed conversations is one sequence.

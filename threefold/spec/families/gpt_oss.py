@@ -15,7 +15,7 @@ from threefold.spec.family import (
     tiny_heads,
 )
 from threefold.spec.hf_parts import layer_types, num_layers, standard_parts, windowed_pattern
-from threefold.spec.model import GqaSpec, ModelSpec, RopeScaling
+from threefold.spec.model import ModelSpec
 
 
 def _read(c: Fields, family: Family) -> Parts:
@@ -29,15 +29,6 @@ def _write(spec: ModelSpec) -> Parts:
     return {"layer_types": layer_types(spec), "sliding_window": window}
 
 
-_OSS_ATTENTION = GqaSpec(
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    bias=True,
-    sinks=True,
-    rope_theta=150_000.0,
-    rope_scaling=RopeScaling(factor=32.0, original_len=4096, truncate=False),
-)
 _TINY_ATTENTION = tiny_heads(bias=True, sinks=True)
 TINY_GPT_OSS = tiny(
     "tiny-gpt-oss",

@@ -34,9 +34,6 @@ UNREAD = frozenset({"hidden_act", "in_channels", "out_hidden_size", "rope_parame
 # dim.
 _ONLY: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "in_channels": 3}
 
-ENCODER = VisionSpec(
-    depth=27, dim=1152, mlp_dim=4304, num_heads=16, patch=16, temporal_patch=2, merge=2, num_positions=2304
-)
 TINY_ENCODER = VisionSpec(
     depth=3, dim=64, mlp_dim=128, num_heads=4, patch=8, temporal_patch=2, merge=2, num_positions=64
 )

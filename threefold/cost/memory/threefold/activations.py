@@ -1,8 +1,14 @@
 """Bytes of activations that our own engine saves from forward to backward, per layer.
 
 They are given by memory term and counted from the code of `engine/`, tensor by tensor. Rehearsals run that code and
-check these numbers against it. `layer_activations` is for one layer and one microbatch; `stage_activations.py` sums
+check these numbers against it. `layer_activations` is for one layer and one microbatch; `model.py` sums
 over layers and microbatches in flight.
+
+Mirrors `engine/models/decoder.py`, `engine/models/activation_memory.py`, `engine/attention/gqa.py`,
+`engine/attention/mla.py`, `engine/attention/sparse/sparse_mla.py`, `engine/attention/sparse/chosen_keys.py`,
+`engine/layers/mlp.py`, `engine/layers/input_linears.py`, `engine/moe/layer.py`, `engine/moe/router.py`,
+`engine/moe/experts.py`, `engine/lora.py`, `engine/precision/low_precision_linear.py`,
+`engine/kernels/experts/fused_experts.py`, `engine/kernels/fp8/fused_experts.py`.
 """
 
 from threefold.cost.memory.stage_memory import Terms

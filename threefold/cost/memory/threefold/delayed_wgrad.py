@@ -3,6 +3,8 @@
 A GEMM whose weight gradient is delayed keeps its input and the gradient of its output (the engine's delayed-wgrad
 code); everything else of the layer is freed. Recompute changes nothing, because what it makes again is what is kept.
 `peak.py` uses this for zero-bubble schedules, `overlap_peak.py` for EP overlap.
+
+Mirrors `engine/autograd/delayed_wgrad.py`, `engine/autograd/linear.py`.
 """
 
 from collections.abc import Mapping

@@ -6,6 +6,8 @@ freed when the next unit is copied; in a backward at once, while the next unit's
 input of a reduce-scatter is freed when the next one begins.
 
 torch's `fully_shard` splits the first dimension of each weight: with more ranks than experts most shards are padding.
+
+Mirrors `engine/data_parallel/fsdp.py`, `engine/shard/order.py`.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,8 @@ from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition,
 from threefold.cost.memory.threefold.timelines.moe_backward import early_grad_rows
 from threefold.cost.memory.threefold.timelines.moe_forward import experts_peak
 from threefold.cost.memory.threefold.transients import embedding_transients
-from threefold.cost.memory.threefold.vocab_tables import num_unsharded_tables, num_vocab_tables
-from threefold.cost.stage_contents import StageContents, chunk_layers
-from threefold.cost.vision.saved_bytes import vision_saved_bytes
+from threefold.cost.stage_contents import StageContents, chunk_layers, stage_contents
+from threefold.cost.vision import vision_saved_bytes
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer, MlaSpec
@@ -251,3 +252,28 @@ def root_points(local: LocalSizes, units: FsdpUnits, chunk: Chunk, saved: Terms)
         replace(point, reduced_shards=of_layers + of_table.get(point.name, 0.0)) if "embedding" in point.name else point
         for point in points
     ]
+
+
+def num_vocab_tables(plan: Plan, contents: StageContents) -> int:
+    """Vocabulary tables of a rank: embedding and output layer. Multi-token prediction needs the first on its rank, and
+    so does a tied output layer."""
+    tied = plan.model.tied
+    has_embedding = contents.embedding or contents.mtp > 0 or (tied and contents.loss)
+    return has_embedding + (contents.loss and not tied)
+
+
+def num_unsharded_tables(plan: Plan, contents: StageContents) -> int:
+    """Vocabulary tables of a rank that FSDP leaves to ZeRO-1, because some pipeline rank uses them in several of its
+    chunks."""
+    if plan.knobs.data_parallel == "zero1" or plan.layout.vpp == 1:
+        return 0
+    in_several = [[_uses_tables(plan, chunk) for chunk in stage.chunks] for stage in stage_contents(plan)]
+    several = [max(sum(uses[n] for uses in of_stage) for of_stage in in_several) > 1 for n in range(2)]
+    ends = Chunk((), contents.embedding, contents.mtp, contents.loss)
+    return sum(used and apart for used, apart in zip(_uses_tables(plan, ends), several, strict=True))
+
+
+def _uses_tables(plan: Plan, chunk: Chunk) -> tuple[bool, bool]:
+    """Whether a chunk uses the embedding's table, and that of the output layer where it is another one."""
+    tied = plan.model.tied
+    return chunk.embedding or chunk.mtp > 0 or (chunk.loss and tied), chunk.loss and not tied

@@ -3,6 +3,8 @@
 `peak.py` makes the tables of sizes (`layer_tables`) once per plan and asks for the `PeakPoint`s of each layer position.
 A layer has up to four points: the end of its forward, a second forward that recompute runs, the backward of its
 feed-forward part, and that of its mixer; under FSDP also the gathering and the reduction of its experts.
+
+Mirrors `engine/models/decoder.py`, `engine/models/activation_memory.py`, `engine/autograd/recompute.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,7 @@ from threefold.cost.memory.threefold.transients import (
     shared_backward_transients,
 )
 from threefold.cost.stage_contents import StageContents, chunk_layers, first_gradient_in
-from threefold.cost.vision.placed_features import NO_FEATURES, PlacedFeatures, placed_features
+from threefold.cost.vision import NO_FEATURES, PlacedFeatures, placed_features
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer

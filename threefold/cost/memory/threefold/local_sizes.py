@@ -3,6 +3,9 @@
 Every module of this folder takes a `LocalSizes` and multiplies. For 4,096 tokens on CP 2 and TP 2, `gathered_tokens` is
 2048 (inside a tensor-parallel module), `tokens` is 1024 (between modules), and with top-8 routing `dispatched_rows` is
 8192.
+
+Mirrors `engine/models/head_groups.py`, `engine/models/activation_memory.py`, `engine/autograd/token_chunks.py`,
+`engine/kernels/experts/kernel_choice.py`, `engine/precision/recipes.py`, `engine/attention/backend.py`.
 """
 
 import math

@@ -3,6 +3,8 @@
 Tensors are counted one by one, as in `activations.py`. A tensor that several modules save leaves the device only when
 the plan names all of these modules. `model.py` subtracts the result from a layer's activations; `peak.py` adds what has
 come back.
+
+Mirrors `engine/autograd/offload.py`, `engine/autograd/saved_tensors.py`, `engine/models/activation_memory.py`.
 """
 
 from collections.abc import Iterator

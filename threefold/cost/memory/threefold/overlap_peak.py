@@ -3,6 +3,9 @@
 A pass stops where it has started an exchange of an MoE layer; there the other pass goes on until its own next stop. So
 the backward frees, one segment at a time, what the forward allocates, and the peak of a pair is above its start by
 about one segment. `model.py` asks `OverlapPeakFinder` for each stage with pairs.
+
+Mirrors `engine/schedule/overlappable_pass.py`, `engine/schedule/interleave.py`, `engine/schedule/autograd_cuts.py`,
+`engine/schedule/autograd_nodes.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,8 +46,7 @@ from threefold.cost.memory.threefold.transients import (
     shared_backward_transients,
 )
 from threefold.cost.stage_contents import StageContents, chunk_layers
-from threefold.cost.vision.placed_features import PlacedFeatures
-from threefold.cost.vision.saved_bytes import vision_saved_bytes
+from threefold.cost.vision import PlacedFeatures, vision_saved_bytes
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer

@@ -3,6 +3,8 @@
 `model.py` makes one `PeakFinder` per plan and calls `find` per stage. A peak is the sum of what the microbatches in
 flight hold at a `ScheduleMoment`, delayed weight gradients, gradients that are there already, and one `PeakPoint` on
 top.
+
+Mirrors `engine/schedule/microbatch_runners.py`, `engine/models/pipeline_chunk.py`.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,7 @@ from threefold.cost.memory.threefold.states import head_gradient_bytes, late_gra
 from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.transients import embedding_transients, loss_transients, optimizer_transients
 from threefold.cost.stage_contents import StageContents, chunk_layers
-from threefold.cost.vision.saved_bytes import vision_saved_bytes
+from threefold.cost.vision import vision_saved_bytes
 from threefold.layout.stages import Chunk
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer

@@ -3,6 +3,8 @@
 `layer_points.py` makes the points of a layer, `fsdp.py` those of FSDP's gathered experts and root, and `peak.py` those
 at the ends of the model. `peak.py` then picks the largest sum over points and moments of the schedule.
 `layer_positions` here lists the positions of a chunk at which to look.
+
+Mirrors no file of the engine.
 """
 
 from dataclasses import dataclass, field

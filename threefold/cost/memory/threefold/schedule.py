@@ -4,6 +4,8 @@
 `ScheduleMoment(in_flight=(2,), forward_chunk=0, backward_chunk=0, finished=(0,), pending_wgrad=(0,))`.
 EP overlap runs the forward of one microbatch together with the backward of another: `overlap_peak.py` looks at every
 pair of `stage_overlap_pairs(plan, stage)`.
+
+Mirrors `engine/schedule/pipeline_order.py`, `engine/schedule/pipeline.py`.
 """
 
 from collections import deque

@@ -2,6 +2,10 @@
 
 Every function returns bytes on one rank. `peak.py` and `overlap_peak.py` add them to what the microbatches in flight
 hold at the same time. `b` below is the bytes of an element, `rows` the bytes of one tensor of the experts' rows.
+
+Mirrors `engine/layers/cross_entropy.py`, `engine/layers/head_gemms.py`, `engine/layers/embedding.py`,
+`engine/layers/mlp.py`, `engine/models/head.py`, `engine/kernels/loss_and_optimizer/cross_entropy_fp8.py`,
+`engine/attention/mla.py`.
 """
 
 import math

@@ -14,8 +14,7 @@ import triton.language as tl  # type: ignore
 from torch import Tensor
 
 from threefold.engine.kernels.elementwise.swiglu_triton import swiglu
-from threefold.engine.kernels.experts.store_tile import split_columns, store_tile
-from threefold.engine.kernels.experts.tile_schedule import TileTable, tile_coordinates
+from threefold.engine.kernels.experts.tile_schedule import TileTable, split_columns, store_tile, tile_coordinates
 from threefold.engine.kernels.fast_launch import fast_launch, tensor_blocks
 from threefold.engine.kernels.launch_config import TritonConfig, num_programs
 

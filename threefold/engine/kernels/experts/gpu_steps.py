@@ -18,11 +18,10 @@ from threefold.engine.autograd.main_grad import add_to_main_grad
 from threefold.engine.kernels.experts import quack_kernels, row_kernels
 from threefold.engine.kernels.experts.fc1_forward import fc1_forward
 from threefold.engine.kernels.experts.fc2_backward import fc2_backward
-from threefold.engine.kernels.experts.grouped_gemm import grouped_gemm
+from threefold.engine.kernels.experts.grouped_gemm import grouped_gemm, grouped_wgrad
 from threefold.engine.kernels.experts.kernel_choice import KernelChoice, StepConfig
 from threefold.engine.kernels.experts.sorted_rows import SortedRows, expert_of_rows
 from threefold.engine.kernels.experts.tile_schedule import TileTable, experts_by_load, make_tile_table
-from threefold.engine.kernels.experts.wgrad_gemm import grouped_wgrad
 from threefold.engine.kernels.launch_config import CuteConfig, GluonConfig, TritonConfig
 
 

@@ -3,18 +3,17 @@
 The table of tiles is made on the device from the ends of the experts' rows, so that the host never waits for a count.
 No tile crosses from one expert to the next. Example: experts with 5 and 3 rows and tiles of 4 rows give three tiles,
 (expert 0, first row 0, end 5), (0, 4, 5) and (1, 5, 8); with one extra row there are two, (0, 0, 5) and (1, 5, 8). The
-grouped GEMMs of `experts/` and `fp8/` read it.
+grouped GEMMs of `experts/` and `fp8/` read it, and store tiles without touching the rows of the next expert.
 
 Shapes: E experts, M tiles of rows (an upper bound; the tiles from `total` on are unused).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
 from dataclasses import dataclass
 
 import torch
-import triton  # type: ignore
-import triton.language as tl  # type: ignore
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from threefold.engine.kernels.fast_launch import fast_launch
@@ -116,3 +115,33 @@ def tile_coordinates(tile, total, num_n, GROUP: tl.constexpr):
     height = tl.minimum(total - first, GROUP)
     inside = tile % width
     return first + inside % height, inside // height
+
+
+@triton.jit
+def split_columns(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """-> (left columns, right columns). Whatever follows needs half the registers then."""
+    return acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def store_tile(
+    value, desc, ptr, first, end, col, shift, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, EVEN: tl.constexpr, COPY: tl.constexpr = True, target_ptr=None,
+):  # fmt: skip
+    """Store rows from `first` up to `end` and columns from `col` up to WIDTH, `shift` columns further right.
+
+    COPY permits the copy engine (TMA), which is used for tiles that are full. With `target_ptr` a row is stored at the
+    row that it names there.
+    """
+    if target_ptr is not None:
+        row, n = first + tl.arange(0, BM), col + tl.arange(0, BN)
+        target = tl.load(target_ptr + row, mask=row < end, other=0).to(tl.int64)
+        mask = (row < end)[:, None] & (n < WIDTH)[None, :]
+        tl.store(ptr + target[:, None] * STRIDE + shift + n[None, :], value, mask=mask)
+    elif EVEN and COPY and first + BM <= end:
+        desc.store([first, shift + col], value)
+    else:
+        # The copy engine stores whole tiles: it would overwrite the next expert's rows or the next half's columns.
+        row, n = first + tl.arange(0, BM), col + tl.arange(0, BN)
+        mask = (row < end)[:, None] & (n < WIDTH)[None, :]
+        tl.store(ptr + row.to(tl.int64)[:, None] * STRIDE + shift + n[None, :], value, mask=mask)

@@ -15,7 +15,7 @@ from threefold.engine.kernels.availability import has_gluon_kernels
 from threefold.engine.kernels.experts import row_kernels as elementwise
 from threefold.engine.kernels.experts.sorted_rows import SortedRows
 from threefold.engine.kernels.experts.tile_schedule import make_tile_table
-from threefold.engine.kernels.fp8 import blockwise_quantize, blockwise_swiglu, grouped_gemm, wgrad_gemm
+from threefold.engine.kernels.fp8 import blockwise_quantize, blockwise_swiglu, grouped_gemm
 from threefold.engine.kernels.fp8 import rowwise_kernels as rowwise_quantize
 from threefold.engine.kernels.fp8.quantized_tensors import BLOCK, Fp8Columns, Fp8Rows, RowBlocks
 from threefold.engine.kernels.launch_config import TritonConfig
@@ -63,7 +63,7 @@ class BlockwiseGpuSteps:
         """The weight gradient; with a `main_grad` it is added there, and None comes back."""
         given = left_fp8, right_fp8, self.blocks.ends_E
         if not self.uses_hopper_kernels:
-            return add_to_main_grad(wgrad_gemm.wgrad_gemm(*given, dtype, _PORTABLE_CONFIG), main_grad)
+            return add_to_main_grad(grouped_gemm.wgrad_gemm(*given, dtype, _PORTABLE_CONFIG), main_grad)
         from threefold.engine.kernels.fp8 import hopper_gemm
 
         if main_grad is not None and hopper_gemm.can_add_to(main_grad):

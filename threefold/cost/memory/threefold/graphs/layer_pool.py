@@ -3,6 +3,8 @@
 `pools.py` asks for the pool of one microbatch in flight. Tensors that a layer's forward and backward make and free go
 through torch's allocator for graphs in their order: those of one size seldom fit where those of another were, so that a
 pool is larger than the most bytes that are live in it.
+
+Mirrors `engine/graphs/graphed_part.py`, `engine/graphs/scopes.py`.
 """
 
 from collections.abc import Sequence

@@ -5,6 +5,9 @@ the backward of one layer makes on top, and, unless weight gradients are accumul
 their parameters. They keep it for the whole run, once for each microbatch in flight. `model.py` therefore takes the
 activations inside of graphs out of the terms of their layers (`outside_graphs`) and adds `graph_pools`. The rule
 `graphs-fit-their-budget` compares `largest_pool` with the plan. `docs/log/graphs.md` holds them against a GPU.
+
+Mirrors `engine/graphs/graphed_function.py`, `engine/graphs/graphed_part.py`, `engine/graphs/graph_slot.py`,
+`engine/graphs/scopes.py`, `engine/graphs/full_iteration.py`.
 """
 
 from collections.abc import Mapping, Sequence

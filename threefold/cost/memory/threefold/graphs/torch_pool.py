@@ -7,6 +7,8 @@ Memory that one graph frees only a later graph of the same pool can use, and not
 smallest free block that is large enough, or a new segment; blocks of two segments are never joined. So a pool is larger
 than what is live in it: a gradient of a weight does not fit into the block of an activation. The sizes are those of
 torch's `CUDACachingAllocator.cpp`.
+
+Mirrors no file of the engine.
 """
 
 from bisect import bisect_left, insort

@@ -2,6 +2,9 @@
 
 It follows `engine/autograd/saved_tensors.py` and `engine/attention/head_groups/`. Sizes are bytes of one rank for one
 microbatch, or bytes a token where the name says so.
+
+Mirrors `engine/autograd/saved_tensors.py`, `engine/attention/head_groups/gqa_head_groups.py`,
+`engine/attention/head_groups/cudnn_head_groups.py`.
 """
 
 from dataclasses import dataclass

@@ -3,6 +3,10 @@
 It follows autograd through `engine/moe/layer.py` (`dispatch_and_combine`), the dispatchers and `engine/moe/experts.py`.
 Bytes are above the start of the backward, when everything that the layer saves is there: saved tensors count down as
 they are freed. What follows (rows back to tokens, router, norm) is lower.
+
+Mirrors `engine/moe/layer.py`, `engine/moe/experts.py`, `engine/dispatch/alltoall.py`, `engine/dispatch/flex_base.py`,
+`engine/dispatch/received_rows.py`, `engine/dispatch/rows.py`, `engine/kernels/experts/fused_experts.py`,
+`engine/kernels/fp8/fused_experts.py`, `engine/precision/low_precision_experts.py`.
 """
 
 from threefold.cost.memory.stage_memory import Terms

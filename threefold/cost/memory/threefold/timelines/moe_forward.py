@@ -5,6 +5,10 @@ asks for the most bytes on top of what the layer saves. Small tensors (indices, 
 
 Words of sizes: `sent` are the rows of this rank's tokens, `received` the rows that arrive, and `gathered` the rows that
 its experts work on, which with ETP are those of all ranks that hold slices of the same experts.
+
+Mirrors `engine/moe/layer.py`, `engine/moe/experts.py`, `engine/dispatch/alltoall.py`, `engine/dispatch/flex_base.py`,
+`engine/dispatch/received_rows.py`, `engine/dispatch/rows.py`, `engine/dispatch/local.py`,
+`engine/dispatch/capacity.py`, `engine/dispatch/fp8_rows.py`.
 """
 
 import math

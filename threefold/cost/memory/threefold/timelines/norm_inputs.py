@@ -2,6 +2,8 @@
 
 `activations.py` adds them to the other tensors of a layer, `offloaded.py` to those that go to the host. The norms are
 those of `engine/attention/gqa.py` (`v_norm`, `out_norm`) and `engine/moe/layer.py` (`MoeSpec.own_norms`).
+
+Mirrors `engine/attention/gqa.py`, `engine/moe/layer.py`, `engine/layers/norm.py`.
 """
 
 from threefold.cost.memory.threefold.local_sizes import FP32, LocalSizes

@@ -1,6 +1,8 @@
 """The optimizer's step in our own engine: Muon's gathered matrices, and how much of AdamW's states is on the host.
 
 It follows `engine/optim/muon.py`, `engine/data_parallel/full_matrices.py` and `engine/optim/cpu_offload.py`.
+
+Mirrors `engine/optim/muon.py`, `engine/data_parallel/full_matrices.py`, `engine/optim/cpu_offload.py`.
 """
 
 import math

@@ -1,6 +1,8 @@
 """Bytes of FSDP's gathered units, and of their reductions, as the passes of EP overlap meet them.
 
 `overlap_peak.py` asks for them around each layer of a chunk. `fsdp.py` counts the units themselves.
+
+Mirrors `engine/data_parallel/fsdp.py`, `engine/schedule/fsdp_node_backward.py`.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,15 @@
 """Hidden states and gradients that a pipeline rank of our own engine has sent and still holds, over a schedule.
 
 `activations.py` and the searches for the peak (`peak.py`, `overlap_peak.py`) count them at each moment.
+
+Mirrors `engine/schedule/p2p.py`, `engine/schedule/stage.py`.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 from threefold.cost.stage_contents import StageContents
-from threefold.cost.vision.saved_bytes import num_picture_states_behind
+from threefold.cost.vision import num_picture_states_behind
 from threefold.layout.stages import chunk_rank
 from threefold.plan.plan import Plan
 

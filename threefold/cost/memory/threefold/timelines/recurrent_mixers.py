@@ -3,6 +3,9 @@ backward of Mamba-2 holds on top.
 
 They are counted from `engine/attention/gated_delta.py` and `engine/attention/state_space/`, whose plain torch works in
 fp32 and in chunks. `activations.py`, `attention_backward.py` and `transients.py` call it.
+
+Mirrors `engine/attention/gated_delta.py`, `engine/attention/fused_delta.py`, `engine/attention/state_space/mamba.py`,
+`engine/attention/state_space/chunk_scan.py`, `engine/attention/state_space/fused_scan.py`.
 """
 
 from threefold.cost.delta_rule import DELTA_CHUNK, passes_delta_states, uses_fla

@@ -2,6 +2,8 @@
 
 The modules of this folder go through a forward or a backward of the engine line by line. A tensor that a local variable
 of a caller still holds is freed only where that function returns.
+
+Mirrors no file of the engine.
 """
 
 

@@ -1,7 +1,7 @@
 """Weight gradients of the experts on Hopper, in Gluon: four warps gather and load, two warp groups multiply.
 
 `gpu_steps.py` calls `grouped_wgrad` for the steps `up_grad` and `down_grad` where the choice has a `GluonConfig`;
-`../wgrad_gemm.py` has the same in Triton. At a few hundred rows an expert a tile is a short sum, and most of a plain
+`../grouped_gemm.py` has the same in Triton. At a few hundred rows an expert a tile is a short sum, and most of a plain
 kernel's time goes into its beginning and its end. Here the loads of the next tiles begin while this one is stored, and
 which rows the tiles behind it sum is looked up while it is multiplied. (Two warp groups that take turns at storing, one
 some steps ahead of the other, were 1 to 5 % slower.)
@@ -51,7 +51,7 @@ def grouped_wgrad(
     main_grad_EMN: Tensor | None = None,
     squares_P: Tensor | None = None,
 ) -> Tensor | None:
-    """left.T @ right over the rows of each expert, (E, M, N), as `wgrad_gemm.grouped_wgrad` has it.
+    """left.T @ right over the rows of each expert, (E, M, N), as `grouped_gemm.grouped_wgrad` has it.
 
     `squares_P` (`num_squares` of them) get the squares of the result, a sum for each warp group, without which the
     gradient norm would have to read all of it once more. They are taken before the result is rounded, which changes

@@ -5,10 +5,10 @@ all forwards of the warm-up are done; published runs calibrate the constants (`d
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
-from threefold.cost.layer_work import BF16, IMAGE_PATCHES, layer_case
-from threefold.cost.memory.megatron.activations import layer_activations, vision_activations
-from threefold.cost.memory.megatron.states import gemm_input_bytes, state_terms
+from threefold.cost.format_support import STATE_BYTES, master_weight_bytes, offloads_masters
+from threefold.cost.layer_work import BF16, IMAGE_PATCHES, LayerCase, layer_case
 from threefold.cost.memory.stage_memory import StagePeak, Terms, fraction_on_device, in_flight, layer_kinds
 from threefold.cost.rank_params import stage_params
 from threefold.cost.stage_contents import (
@@ -20,7 +20,7 @@ from threefold.cost.stage_contents import (
 )
 from threefold.plan.plan import Plan
 from threefold.spec.flops import padded_vocab
-from threefold.spec.model import Layer
+from threefold.spec.model import GqaSpec, Layer, MlaSpec, ModelSpec, VisionSpec
 from threefold.units import MIB
 
 WORKSPACE_BYTES = 192 * MIB  # GEMM workspaces
@@ -142,3 +142,139 @@ def _move_to_graph_pool(plan: Plan, contents: StageContents, terms: Terms) -> fl
     moved = terms.get("attention", 0.0) * inside / len(mixers)
     terms["attention"] = terms.get("attention", 0.0) - moved
     return moved
+
+
+FP32 = 4
+ROUTER_VALUES = 4.0  # fp32 values that the router saves per token and expert
+
+
+@lru_cache(maxsize=65536)
+def layer_activations(case: LayerCase, recompute: frozenset[str], input_bytes: float) -> Terms:
+    """Bytes that one layer saves, where the modules named in `recompute` are recomputed."""
+    model, layer = case.model, case.layer
+    tokens = case.tokens / case.tp
+    if "full" in recompute:
+        return {"norms": BF16 * model.dim * tokens}
+    saved = {"norms": _norms(model, layer, "layernorm" in recompute, input_bytes) * tokens}
+    saved["attention"] = _mixer(model, layer, recompute, input_bytes) * tokens
+    if layer.ffn == "dense":
+        saved["mlp"] = 0.0 if "mlp" in recompute else _mlp(model, model.dense_dim, input_bytes, False) * tokens
+    elif layer.ffn == "moe":
+        saved |= _moe(case, recompute, input_bytes, tokens)
+    return saved
+
+
+def _norms(model: ModelSpec, layer: Layer, recomputed: bool, input_bytes: float) -> float:
+    """The input of each norm (the residual stream) and its output, which the next GEMM saves."""
+    parts = (layer.mixer != "none") + (layer.ffn != "none")
+    output = 0 if recomputed else input_bytes
+    return parts * model.dim * (BF16 + output)
+
+
+def _mixer(model: ModelSpec, layer: Layer, recompute: frozenset[str], input_bytes: float) -> float:
+    """What the mixer saves: attention (GQA or MLA), the gated delta rule, or Mamba."""
+    spec = model.attention_of(layer)
+    if layer.mixer == "mamba" and model.mamba:
+        m = model.mamba
+        channels = m.inner_dim + 2 * m.num_groups * m.state_dim
+        # Projection output, convolution output, gated output, normed output; states between chunks of 128.
+        states = m.num_heads * m.head_dim * m.state_dim * FP32 / 128
+        outputs = BF16 * (m.inner_dim + channels + m.num_heads + channels + m.inner_dim)
+        return outputs + input_bytes * m.inner_dim + states
+    if layer.mixer == "delta" and model.delta:
+        d = model.delta
+        channels = 2 * d.keys + d.values
+        states = d.num_v_heads * d.k_dim * d.v_dim * FP32 / 64
+        norm_out = 0 if "gdn_norm_out" in recompute else input_bytes * d.values + BF16 * d.values
+        return BF16 * (2 * channels + d.values + 4 * d.num_v_heads) + norm_out + states
+    if spec is None:
+        return 0.0
+    if isinstance(spec, MlaSpec):
+        return _mla(spec, recompute, input_bytes)
+    assert isinstance(spec, GqaSpec)
+    gate = spec.q_dim if spec.gated else 0
+    qkv = BF16 * (spec.q_dim + 2 * spec.kv_dim)
+    before_norm = BF16 * (spec.q_dim + spec.kv_dim) if spec.qk_norm else 0
+    return qkv + before_norm + BF16 * 2 * gate + input_bytes * spec.q_dim + FP32 * spec.num_heads
+
+
+def _mla(spec: MlaSpec, recompute: frozenset[str], input_bytes: float) -> float:
+    latents = BF16 * (2 * (spec.q_rank or 0) + 2 * spec.kv_rank + spec.rope_dim)
+    heads = spec.num_heads
+    up_proj = 0.0
+    if "mla_up_proj" not in recompute:
+        # Queries before and after rotation, keys joined with their rotary part, values.
+        up_proj = BF16 * heads * (2 * spec.qk_dim + spec.qk_dim + spec.nope_dim + 2 * spec.v_dim)
+    return latents + up_proj + input_bytes * heads * spec.v_dim + FP32 * heads
+
+
+def _mlp(model: ModelSpec, hidden: int, input_bytes: float, recomputes_act: bool) -> float:
+    """FC1's output and, unless the activation is recomputed, the input of FC2."""
+    num_fc1 = 2 if model.glu else 1
+    return BF16 * num_fc1 * hidden + (0 if recomputes_act else input_bytes * hidden)
+
+
+def _moe(case: LayerCase, recompute: frozenset[str], input_bytes: float, tokens: float) -> Terms:
+    """Bytes of all tokens: router, permuted input of the experts, the experts, shared experts."""
+    model, moe = case.model, case.model.moe
+    assert moe is not None
+    router = FP32 * ROUTER_VALUES * moe.num_experts * tokens
+    if "moe" in recompute:
+        return {"router": 0.0, "dispatch": 0.0, "experts": 0.0, "shared_experts": 0.0}
+    rows = tokens * moe.top_k * case.capacity
+    dispatch = input_bytes * (moe.latent_dim or model.dim) * rows
+    experts = _mlp(model, moe.expert_dim, input_bytes, "moe_act" in recompute) * rows
+    shared = 0.0
+    if moe.shared_width and "shared_experts" not in recompute:
+        shared = _mlp(model, moe.shared_width, input_bytes, False) * tokens
+    return {"router": router, "dispatch": dispatch, "experts": experts, "shared_experts": shared}
+
+
+def vision_activations(vision: VisionSpec, patches: float, frozen: bool) -> float:
+    """Bytes that the image encoder saves for all patches; a frozen encoder saves nothing."""
+    if frozen:
+        return 0.0
+    per_patch = BF16 * (2 * 2 * vision.dim + 4 * vision.dim + 2 * vision.mlp_dim) + FP32 * vision.num_heads
+    return patches * vision.depth * per_patch
+
+
+# Bytes of an element in the GEMM format, block scales included.
+FORMAT_BYTES = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "fp8-blockwise": 1 + 4 / 128}
+
+
+def gemm_input_bytes(plan: Plan) -> float:
+    """Bytes of an element of a GEMM input, as it is saved for the backward."""
+    if plan.low_precision:
+        return FORMAT_BYTES.get(plan.knobs.precision, 1.0)
+    return 4.0 if plan.knobs.precision == "fp32" else 2.0
+
+
+def state_terms(plan: Plan, contents: StageContents) -> Terms:
+    """Bytes of the states of one rank, sharded as the plan says."""
+    layout, knobs = plan.layout, plan.knobs
+    dense, experts = stage_params(plan, contents)
+    copies = layout.replicate
+    dense_shards, expert_shards = max(1, layout.dp * layout.cp // copies), max(1, layout.edp // copies)
+    optimized = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
+    if knobs.data_parallel != "zero1":
+        dense, experts = dense / dense_shards, experts / expert_shards
+        optimized = dense + experts
+    weight = 4 if knobs.precision == "fp32" else 2
+    quantized = 0.0
+    if plan.low_precision:
+        # Both orientations of a scaled weight are kept; with fp8_params they are the weight itself.
+        quantized = 2 * gemm_input_bytes(plan) * (dense * 0.8 + experts)
+    weights = weight * (dense + experts)
+    if plan.low_precision and knobs.fp8_params:
+        weights = weight * dense * 0.2
+    master = master_weight_bytes(plan)
+    moments = 1 if plan.job.optimizer == "muon" else 2  # for embedding and head Muon too has two
+    per_param = float(master + moments * STATE_BYTES[knobs.optimizer_dtype])
+    per_param -= knobs.optimizer_offload * (per_param if offloads_masters(plan) else per_param - master)
+    trained = 0.0 if "language" in plan.job.freeze else 1.0
+    return {
+        "weights": weights,
+        "gradients": STATE_BYTES[knobs.grad_dtype] * (dense + experts) * trained,
+        "optimizer": per_param * optimized * trained,
+        "quantized_weights": quantized,
+    }

@@ -1,1 +1,0 @@
-"""Memory of plans in which some weights do not train."""

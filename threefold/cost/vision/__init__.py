@@ -1,1 +1,0 @@
-"""Image encoder and projector of vision-language models: their pictures, parameters and saved activations."""

@@ -1,1 +1,0 @@
-"""LoRA adapters in the files of PEFT, and merged into the weights."""
