@@ -9,6 +9,7 @@ from rehearsal_plans import GPU
 from threefold.cost.memory.by_stack import memory
 from threefold.dryrun.rehearse_rank import rehearse_rank
 
+COPIES = {"knobs.expert_balance": "replicate", "knobs.expert_copies": 2}
 NEAR = {
     "loss": {**GPU, "model.num_layers": 4},
     "mla": {
@@ -37,6 +38,8 @@ NEAR = {
         "knobs.precision": "fp8-rowwise",
         "knobs.fp8_output": True,
     },
+    "copies of experts": {"job.micro_batch": 4, "model.num_layers": 2, **COPIES},
+    "copies of experts, sharded": {"layout.ep": 4, "model.num_layers": 2, "knobs.data_parallel": "fsdp", **COPIES},
     "sharded": {"layout.ep": 8, "model.num_layers": 2, "knobs.data_parallel": "fsdp"},
     "weights that wait": {"layout.pp": 2, "layout.schedule": "zero-bubble", "model.num_layers": 4},
     "full recompute of some layers": {

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from plans import build
@@ -17,6 +18,7 @@ from threefold.engine.data_parallel.protocol import data_parallel_settings
 from threefold.engine.dist.collectives import CollectiveCall, observe_collectives
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.layers import cross_entropy as loss
+from threefold.engine.moe.copies import ExpertCopies
 from threefold.engine.schedule.microbatch_runners import Pipelined
 from threefold.engine.step import train_step
 from threefold.engine.verify.forked_ranks import run_ranks
@@ -66,6 +68,27 @@ def on_rank(rank: int, plan: Plan) -> Ledger:
         for num_bytes, count in parts.runner.pipeline.traffic():
             seen["pp", "send", num_bytes] += count
     return seen
+
+
+def on_rank_with_copies(rank: int, plan: Plan) -> Ledger:
+    """The same of a step that fills all slots for copies of experts."""
+    with patch.object(ExpertCopies, "fills_all_slots", True):
+        return on_rank(rank, plan)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"etp": 2}, {"job_lora_rank": 4, "job_lora_targets": ["experts"], "knobs_expert_copies": 2}]
+)
+def test_copies_of_experts(fields: dict[str, Any]) -> None:
+    """The router chooses, so that only calls of copies are known. Rows may have the bytes of a weight by chance."""
+    family, fields = "gpt_oss" if "etp" in fields else "qwen3_moe", {"job_routing": "learned", **fields}
+    plan = plan_of(family, 4, ep=2, knobs_expert_balance="replicate", **fields)
+    plain = replace(plan, knobs=replace(plan.knobs, expert_balance="none"))
+    calls = {call: number for call, number in (predicted(plan) - predicted(plain)).items() if number}
+    # Two layers on four ranks: four weights and as many gradients, or two frozen weights beside four that train.
+    assert sum(calls.values()) == 2 * 4 * (4 + 4 if family == "gpt_oss" else 6 + 4)
+    seen = sum(run_ranks(4, on_rank_with_copies, plan), Counter())
+    assert all(seen[call] >= number for call, number in calls.items()), (calls, seen)
 
 
 def predicted(plan: Plan) -> Ledger:

@@ -44,6 +44,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}, {"knobs.precision": "bf16"}, DEEPSEEK],
     2: [
         {"layout.ep": 2},
+        {"layout.ep": 2, "knobs.expert_balance": "replicate", "knobs.expert_balance_every": 2},
         {"layout.tp": 2},
         {"layout.pp": 2, "model.num_layers": 2},
         {"knobs.data_parallel": "fsdp", "knobs.precision": "bf16"},
@@ -52,6 +53,7 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"layout.ep": 2, "layout.pp": 2, "model.num_layers": 2},
         {**DEEPSEEK, "layout.ep": 4, "knobs.precision": "bf16"},
+        {**DEEPSEEK, "layout.ep": 4, "knobs.precision": "bf16", "knobs.expert_balance": "replicate"},
         {"layout.tp": 2, "layout.ep": 2},
     ],
 }
