@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.cost.expert_load import load_of
 from threefold.engine.build import Parts, build
 from threefold.engine.dist.mesh import Mesh
 from threefold.engine.moe.experts import Experts
@@ -198,6 +199,29 @@ def run(rate: float, args: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def predicted(variant: str, ranks: int, load: str, rate: float) -> float:
+    """Seconds of a step without the host's own, by the load that `estimate` prices: rows of the largest rank, which
+    wait and travel, and copies of experts. Rate and seconds a row are those that were set."""
+    plan = plan_of(variant, ranks, load)
+    skews, moe, dim = load_of(plan), plan.model.moe, plan.model.dim
+    assert moe is not None
+    rows = plan.job.seq_len * moe.top_k
+    times = plan.model.num_layers * MICROBATCHES
+    travel = 4 * rows * (1 - 1 / ranks) * dim * 4 * 8 / rate  # dispatch and combine, and their gradients
+    copies = plan.model.num_layers * skews.copied * 2 * 3 * dim * moe.expert_dim * 4 * 8 / rate
+    return times * skews.skew * (3 * ROW_SECONDS * rows + travel) + copies
+
+
+def with_predictions(rows: list[dict[str, Any]]) -> None:
+    """Add predictions to the measured rows. The host's own seconds are those of the first row's balanced step."""
+    first = rows[0]
+    args = first["ranks"], first["load"]
+    host = first["seconds"]["balanced"] - predicted("balanced", *args, first["bits_per_second"])
+    for row in rows:
+        row["predicted"] = {v: host + predicted(v, *args, row["bits_per_second"]) for v in VARIANTS}
+        row["errors"] = {v: row["predicted"][v] / row["seconds"][v] - 1 for v in VARIANTS}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
@@ -222,6 +246,9 @@ def main() -> int:
         row["reached"] = all(gains[name] >= wanted for name, wanted in WANTED.items())
         rows.append(row)
         print(json.dumps(row), flush=True)
+    if not args.compute:
+        with_predictions(rows)
+        print(json.dumps([row["errors"] for row in rows]))
     if args.json:
         args.json.write_text(json.dumps({"load_average": os.getloadavg()[0], "rows": rows}, indent=1) + "\n")
     return 0 if all(row["reached"] for row in rows) else 1
