@@ -92,6 +92,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": "glm-5.2", "target": "threefold", "layout.cp": 2},
         {"model": "glm-5.2", "target": "threefold"},
     ),
+    "mtp-with-one-residual-stream": (
+        {"model": "tiny-deepseek-v4", "target": "threefold", "knobs.ep_overlap": False, "job.mtp": 1},
+        {"model": "tiny-deepseek-v4", "target": "threefold", "knobs.ep_overlap": False, "job.mtp": 0},
+    ),
     "ep-overlap-excludes-streams": (
         {"model": "deepseek-v4-flash", "target": "threefold", "job.mtp": 0},
         {"model": "deepseek-v4-flash", "target": "threefold", "job.mtp": 0, "knobs.ep_overlap": False},

@@ -51,8 +51,14 @@ def draw_config(
     delta, windows = ("linear_attention", "full_attention"), ("sliding_attention", "full_attention")
     kinds = {"qwen3_next": delta, "qwen3_5_moe_text": delta, "gpt_oss": windows, "dots1": windows}
     kinds["gemma4_text"] = windows
+    kinds["deepseek_v4"] = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
     if family in kinds:
         config["layer_types"] = [draw.choice(kinds[family]) for _ in range(num_layers)]
+    if family == "deepseek_v4":
+        heads = config["num_attention_heads"]
+        shared = [n for n in divisors(heads) if n % layout["layout.tp"] == 0]
+        config |= {"mlp_layer_types": None, "num_hash_layers": draw.choice((0, 1, 1, 2))}
+        config |= {"o_groups": draw.choice(shared)} if shared else {}
     if family == "nemotron_h":
         # Experts and a mixer at least, so that every axis has something to shard.
         config["num_hidden_layers"] = num_layers = max(2, num_layers)
@@ -92,7 +98,7 @@ def _draw_seeing_config(draw: random.Random, family: str, layout: Fields) -> dic
 def _draw_experts(draw: random.Random, family: str, ep: int, config: dict[str, Any]) -> None:
     """Experts that mostly divide by EP, some of them so few that a rank has one."""
     name = dict.fromkeys(("mixtral", "gpt_oss", "granitemoe", "minimax_m2"), "num_local_experts")
-    name |= {**dict.fromkeys(_GROUP_LIMITED, "n_routed_experts"), "ernie4_5_moe": "moe_num_experts"}
+    name |= {**dict.fromkeys((*_GROUP_LIMITED, "deepseek_v4"), "n_routed_experts"), "ernie4_5_moe": "moe_num_experts"}
     count = ep * draw.choice((1, 2, 2, 3)) if not one_in(draw, 10) else draw.choice((4, 6, 8))
     config[name.get(family, "num_experts")] = count = max(2, count)
     top_k = "top_k_experts" if family == "gemma4_text" else "num_experts_per_tok"

@@ -368,7 +368,7 @@ def _gqa(spec: GqaSpec, dim: int) -> Parameters:
 
 
 def _compressed(spec: CompressedSpec, dim: int) -> Parameters:
-    yield "group_down", (spec.out_groups, spec.out_rank, spec.q_dim // spec.out_groups), _TP
+    yield "group_down", (spec.out_groups * spec.out_rank, spec.q_dim // spec.out_groups), _TP
     yield "sinks", (spec.num_heads,), _TP
     yield "q_down.weight", (spec.q_rank, dim), _REPLICATED
     yield "q_norm.weight", (spec.q_rank,), _REPLICATED

@@ -35,6 +35,20 @@ def stack_runs_family(plan: Plan) -> Iterator[Finding]:
     )
 
 
+@rule(target="threefold")
+def mtp_with_one_residual_stream(plan: Plan) -> Iterator[Finding]:
+    """MTP depths belong to models with one residual stream.
+
+    Why: a depth joins an embedding with one hidden state. transformers, which the engine follows, defines no depth of a
+        model with several streams (DeepSeek-V4), and passes the weights of one over.
+    Confirm: `threefold models NAME`: streams.
+    Fix: train without.
+    """
+    if plan.mtp and plan.model.streams is not None:
+        problem = f"{plan.mtp} MTP depths with the {plan.model.streams.count} residual streams of {plan.model.name}"
+        yield Finding(at="job.mtp", problem=problem, fix={"job.mtp": 0})
+
+
 @rule(severity="warning")
 def stack_runs_chip(plan: Plan) -> Iterator[Finding]:
     """The chip is one that the stack was run on.

@@ -82,7 +82,8 @@ def write_streams(x_BSX: Tensor, weights_BSW: Tensor, y_BSD: Tensor) -> Tensor:
     count = x_BSX.shape[-1] // y_BSD.shape[-1]
     write_BSN, mix_BSX = weights_BSW.to(x_BSX.dtype).split([count, count * count], dim=-1)
     mixed = mix_BSX.unflatten(-1, (count, count)).transpose(-1, -2) @ x_BSX.unflatten(-1, (count, -1))
-    return (write_BSN[..., None] * y_BSD[..., None, :] + mixed).flatten(-2)
+    written = write_BSN[..., None] * y_BSD[..., None, :]
+    return written.flatten(-2) + mixed.flatten(-2)  # no view: FSDP's hooks are on what a block returns
 
 
 class StreamNorm(RMSNorm):

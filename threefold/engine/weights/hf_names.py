@@ -201,7 +201,7 @@ def _layer_layouts(rest: str, prefix: str, layer: Layer, spec: ModelSpec) -> lis
     part, _, inner = rest.partition(".")
     names = names_of(spec.family)
     if own := names.own.get(rest):
-        return [[HfTensor(f"{prefix}{own}", merge=0 if rest == "mixer.group_down" else None)]]
+        return [[HfTensor(f"{prefix}{own}")]]
     if part in ("mixer_norm", "ffn_norm"):
         return [[HfTensor(f"{prefix}{names.layer_norms[part == 'ffn_norm']}.{inner}")]]
     if part == "mixer":

@@ -33,7 +33,7 @@ from threefold.cost.memory.threefold.timelines.norm_inputs import (
 )
 from threefold.cost.stage_contents import PlacedLayer, first_gradient_in
 from threefold.layout.stages import Chunk
-from threefold.spec.model import GqaSpec, Layer, MlaSpec
+from threefold.spec.model import CompressedSpec, GqaSpec, Layer, MlaSpec
 from threefold.units import MIB
 
 MIN_BYTES = MIB  # smaller tensors stay on a GPU
@@ -169,6 +169,14 @@ def _mixer_tensors(local: LocalSizes, layer: Layer) -> Iterator[SavedTensor]:
         if "mla_up_proj" not in local.recompute:
             yield _attention(mla_up_bytes(local, spec), "core_attn")
         yield from _core_attention_tensors(local, spec, spec.num_heads * spec.v_dim / local.tp)
+    elif isinstance(spec, CompressedSpec):
+        s, is_saved = local.gathered_tokens, "core_attn" not in local.recompute
+        queries, keys = b * spec.q_dim / local.tp * s, b * spec.head_dim * (s + (s / spec.rate if spec.rate else 0.0))
+        core = queries + keys + is_saved * (queries + FP32 * spec.num_heads / local.tp * s)
+        out = is_saved * queries + b * spec.out_groups * spec.out_rank / local.tp * s
+        yield _attention(mixer_bytes(local, layer) - core - out, "qkv_linear")
+        yield _attention(core, "core_attn")
+        yield _attention(out, "attn_proj")
     elif isinstance(spec, GqaSpec):
         yield _attention(gathered_input_bytes(local, "mixer"), "qkv_linear")
         yield from _gqa_tensors(local, spec)

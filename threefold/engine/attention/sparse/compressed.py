@@ -118,7 +118,7 @@ class CompressedAttention(nn.Module):
         self.q_up = nn.Linear(spec.q_rank, spec.q_dim, bias=False)
         self.kv = nn.Linear(dim, spec.head_dim, bias=False)
         self.kv_norm = norm(spec.head_dim)
-        self.group_down = nn.Parameter(torch.empty(spec.out_groups, spec.out_rank, spec.q_dim // spec.out_groups))
+        self.group_down = nn.Parameter(torch.empty(spec.out_groups * spec.out_rank, spec.q_dim // spec.out_groups))
         self.out = nn.Linear(spec.out_groups * spec.out_rank, dim, bias=False)
         self.sinks = nn.Parameter(torch.zeros(spec.num_heads))
         self.pooling = Pooling(dim, spec.head_dim, spec.rate, spec.overlaps, norm) if spec.rate else None
@@ -198,8 +198,8 @@ class CompressedAttention(nn.Module):
 
     def project_out(self, out_BSHd: Tensor) -> Tensor:
         """Each group of heads to its own columns, and from all columns to the model dim."""
-        groups = len(self.group_down)
-        x_GTi = out_BSHd.flatten(0, 1).flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
-        y_TGr = torch.bmm(x_GTi, self.group_down.transpose(1, 2)).transpose(0, 1)
+        down_Gri = self.group_down.unflatten(0, (-1, self.spec.out_rank))
+        x_GTi = out_BSHd.flatten(0, 1).flatten(1).unflatten(1, (len(down_Gri), -1)).transpose(0, 1)
+        y_TGr = torch.bmm(x_GTi, down_Gri.transpose(1, 2)).transpose(0, 1)
         y_BSD: Tensor = self.out(y_TGr.flatten(1).unflatten(0, out_BSHd.shape[:2]))
         return y_BSD
