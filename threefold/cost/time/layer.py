@@ -42,6 +42,8 @@ from threefold.spec.model import CompressedSpec, GqaSpec, Layer, MlaSpec
 
 THREADS_POWER = 0.8  # of the speed that threads of one rank add up to
 
+MOST_QUERIES = 1024  # of a block of compressed attention (`engine/attention/sparse/compressed.py`)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
@@ -240,14 +242,15 @@ def _attention_seconds(plan: Plan, layer: Layer, work: Work, rates: Rates) -> fl
 
 def _masked_work(plan: Plan, layer: Layer) -> float:
     """FLOPs of attention with the keys that a query does not read, over those that it reads: keys that an indexer did
-    not choose, and tokens before the window of compressed attention."""
+    not choose, and tokens beside the window of compressed attention, which blocks of queries read."""
     spec = plan.model.attention_of(layer)
     if not STACK_TRAITS[plan.target].scores_unchosen_keys:
         return 1.0
     if isinstance(spec, CompressedSpec):
         entries = plan.job.seq_len / spec.rate if spec.rate else 0.0
         counted = layer_flops(plan.model, layer, plan.job.seq_len).attention
-        return max(1.0, 2.0 * spec.q_dim * (plan.job.seq_len + entries) / counted)
+        tokens = min(plan.job.seq_len, 2 * ((spec.window or 0) + MOST_QUERIES))  # counts are twice over
+        return max(1.0, 2.0 * spec.q_dim * (tokens + entries) / counted)
     if not isinstance(spec, MlaSpec) or spec.indexer is None:
         return 1.0
     return max(1.0, plan.job.seq_len / (2 * spec.indexer.top_k))

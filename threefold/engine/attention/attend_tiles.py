@@ -100,16 +100,18 @@ class TileMask:
     q_BHQD: Tensor
     num_all_keys: int
 
-    def num_keys(self, block: slice) -> int:
-        end: int = block.stop if self.tile.causal else self.num_all_keys
-        return end
+    def spans(self, block: slice) -> tuple[slice, ...]:
+        return (slice(0, block.stop if self.tile.causal else self.num_all_keys),)
+
+    def row_bytes(self, key_bytes: int, length: int, max_bytes: int) -> int:
+        return key_bytes * length
 
     def hidden(self, block: slice, device: torch.device) -> Tensor | None:
         """For a block of the queries and the keys that it may read: (1, 1, Q, K), or (B, 1, Q, K) with documents."""
         tile = self.tile
         if not tile.causal and tile.shift is None:
             return None
-        position_K = torch.arange(self.num_keys(block), device=device, dtype=torch.int32)
+        position_K = torch.arange(self.spans(block)[0].stop, device=device, dtype=torch.int32)
         distance_QK = position_K - torch.arange(block.start, block.stop, device=device, dtype=torch.int32)[:, None]
         hidden_QK = distance_QK > 0 if tile.causal else torch.zeros_like(distance_QK, dtype=torch.bool)
         if tile.shift is not None:

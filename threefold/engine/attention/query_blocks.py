@@ -30,8 +30,12 @@ SIMULATED_BLOCKS = 3
 class BlockMask(Protocol):
     """Which keys the queries of a block may read."""
 
-    def num_keys(self, block: slice) -> int:
-        """The keys that any query of the block may read are among so many first ones."""
+    def spans(self, block: slice) -> tuple[slice, ...]:
+        """The spans of keys among which are all that any query of the block may read."""
+
+    def row_bytes(self, key_bytes: int, length: int, max_bytes: int) -> int:
+        """Bytes of the scores of a query, by which blocks within `max_bytes` are chosen, where there are `length` keys
+        and a score of all heads takes `key_bytes`."""
 
     def hidden(self, block: slice, device: torch.device) -> Tensor | None:
         """Those of them that a query may not read, for (B, H, C, T); None: all may be read."""
@@ -44,9 +48,11 @@ class CausalMask:
     window: int | None = None
     documents_BS: Tensor | None = None
 
-    def num_keys(self, block: slice) -> int:
-        end: int = block.stop
-        return end
+    def spans(self, block: slice) -> tuple[slice, ...]:
+        return (slice(0, block.stop),)
+
+    def row_bytes(self, key_bytes: int, length: int, max_bytes: int) -> int:
+        return key_bytes * length
 
     def hidden(self, block: slice, device: torch.device) -> Tensor:
         key_T = torch.arange(block.stop, device=device, dtype=torch.int32)
@@ -126,11 +132,11 @@ def forward_blocks(
     # Tokens are the outer dim in memory, as the output projection reads them.
     out_BHSD = q_BHSD.new_empty(batch, length, heads, v_BGSD.shape[-1]).transpose(1, 2)
     lse_BHS = q_BHSD.new_empty(q_BHSD.shape[:3], dtype=fp32_or_wider(q_BHSD.dtype))
-    for block in _blocks(q_BHSD, k_BGSD, max_bytes):
+    for block in _blocks(q_BHSD, k_BGSD, mask, max_bytes):
         scores_BGNT = _scores(q_BHSD, k_BGSD, scale, mask, block)
         lse_BGN = scores_BGNT.logsumexp(dim=-1)
         weight_BGNT = scores_BGNT.sub_(lse_BGN[..., None]).exp_()
-        v_BGTD = v_BGSD[:, :, : mask.num_keys(block)]
+        v_BGTD = _taken(v_BGSD, mask.spans(block))
         out_BHSD[:, :, block] = _heads(weight_BGNT.to(v_BGTD.dtype) @ v_BGTD, block)
         lse_BHS[:, :, block] = _heads(lse_BGN, block)
     return out_BHSD, lse_BHS
@@ -150,7 +156,7 @@ def backward_blocks(
     """Gradients of queries in their dtype, and those of keys and values in fp32 or wider."""
     k_grad, v_grad = (torch.zeros_like(x, dtype=lse_BHS.dtype) for x in (k_BGSD, v_BGSD))
     grads = torch.empty_like(q_BHSD), k_grad, v_grad
-    for block in _blocks(q_BHSD, k_BGSD, max_bytes):
+    for block in _blocks(q_BHSD, k_BGSD, mask, max_bytes):
         _backward_block(grads, grad_BHSD, q_BHSD, k_BGSD, v_BGSD, out_BHSD, lse_BHS, scale, mask, block)
     return grads
 
@@ -168,22 +174,35 @@ def _backward_block(
     block: slice,
 ) -> None:
     """Write the gradients of the block's queries, and add its part of those of keys and values."""
-    (q_grad, k_grad, v_grad), dtype, end = grads, lse_BHS.dtype, mask.num_keys(block)
+    (q_grad, k_grad, v_grad), dtype, spans = grads, lse_BHS.dtype, mask.spans(block)
     rows = partial(_rows, block=block, num_kv=k_BGSD.shape[1])
     weight_BGNT = _scores(q_BHSD, k_BGSD, scale, mask, block).sub_(rows(lse_BHS)[..., None]).exp_()
     grad_BGND = rows(grad_BHSD).to(dtype)
-    v_grad[:, :, :end] += weight_BGNT.transpose(-1, -2) @ grad_BGND
+    _add(v_grad, spans, weight_BGNT.transpose(-1, -2) @ grad_BGND)
     dot_BGN = (grad_BGND * rows(out_BHSD)).sum(dim=-1)
-    score_grad = grad_BGND @ v_BGSD[:, :, :end].to(dtype).transpose(-1, -2)
+    score_grad = grad_BGND @ _taken(v_BGSD, spans).to(dtype).transpose(-1, -2)
     score_grad.sub_(dot_BGN[..., None]).mul_(weight_BGNT).mul_(scale)
-    q_grad[:, :, block] = _heads(score_grad @ k_BGSD[:, :, :end].to(dtype), block)
-    k_grad[:, :, :end] += score_grad.transpose(-1, -2) @ rows(q_BHSD).to(dtype)
+    q_grad[:, :, block] = _heads(score_grad @ _taken(k_BGSD, spans).to(dtype), block)
+    _add(k_grad, spans, score_grad.transpose(-1, -2) @ rows(q_BHSD).to(dtype))
 
 
-def _blocks(q_BHSD: Tensor, k_BGSD: Tensor, max_bytes: int) -> Iterator[slice]:
+def _blocks(q_BHSD: Tensor, k_BGSD: Tensor, mask: BlockMask, max_bytes: int) -> Iterator[slice]:
     """Blocks of queries whose scores in fp32 fit the limit."""
     batch, heads = q_BHSD.shape[:2]
-    return query_blocks(q_BHSD, 4 * batch * heads * k_BGSD.shape[2], max_bytes)
+    return query_blocks(q_BHSD, mask.row_bytes(4 * batch * heads, k_BGSD.shape[2], max_bytes), max_bytes)
+
+
+def _taken(x_BGSD: Tensor, spans: tuple[slice, ...]) -> Tensor:
+    """The keys or values of some spans."""
+    parts = [x_BGSD[:, :, span] for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _add(grad_BGSD: Tensor, spans: tuple[slice, ...], part_BGTD: Tensor) -> None:
+    """Add the gradients of keys or values of some spans, which lie side by side."""
+    sizes = [len(range(grad_BGSD.shape[2])[span]) for span in spans]
+    for span, part in zip(spans, part_BGTD.split(sizes, dim=2), strict=True):
+        grad_BGSD[:, :, span] += part
 
 
 def _rows(x_BHS: Tensor, block: slice, num_kv: int) -> Tensor:
@@ -198,11 +217,11 @@ def _heads(x_BGN: Tensor, block: slice) -> Tensor:
 
 def _scores(q_BHSD: Tensor, k_BGSD: Tensor, scale: float, mask: BlockMask, block: slice) -> Tensor:
     """Scores of a block of queries for the keys that it may read, in fp32 or wider; -inf for keys that are hidden."""
-    dtype, num_kv, end = fp32_or_wider(q_BHSD.dtype), k_BGSD.shape[1], mask.num_keys(block)
+    dtype, num_kv = fp32_or_wider(q_BHSD.dtype), k_BGSD.shape[1]
     q_BGND = _rows(q_BHSD, block, num_kv).to(dtype)
-    scores_BGNT = (q_BGND @ k_BGSD[:, :, :end].to(dtype).transpose(-1, -2)).mul_(scale)
+    scores_BGNT = (q_BGND @ _taken(k_BGSD, mask.spans(block)).to(dtype).transpose(-1, -2)).mul_(scale)
     hidden = mask.hidden(block, q_BHSD.device)
     if hidden is not None:
-        in_heads = scores_BGNT.view(len(q_BGND), -1, block.stop - block.start, end)
+        in_heads = scores_BGNT.view(len(q_BGND), -1, block.stop - block.start, scores_BGNT.shape[-1])
         in_heads.masked_fill_(hidden, float("-inf"))
     return scores_BGNT

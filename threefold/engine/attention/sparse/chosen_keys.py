@@ -21,9 +21,11 @@ class ChosenKeys:
     chosen_BSK: Tensor
     documents_BS: Tensor | None
 
-    def num_keys(self, block: slice) -> int:
-        end: int = block.stop
-        return end
+    def spans(self, block: slice) -> tuple[slice, ...]:
+        return (slice(0, block.stop),)
+
+    def row_bytes(self, key_bytes: int, length: int, max_bytes: int) -> int:
+        return key_bytes * length
 
     def hidden(self, block: slice, device: torch.device) -> Tensor:
         length = self.chosen_BSK.shape[1]

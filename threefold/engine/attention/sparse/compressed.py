@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threefold.engine.attention.query_blocks import CausalMask, attend_in_blocks, query_blocks
+from threefold.engine.attention.query_blocks import attend_in_blocks, query_blocks
 from threefold.engine.attention.sparse.entries import Pooling, Table, Windows, rotate_heads, rotate_tail
 from threefold.engine.attention.sparse.indexer import MAX_SCORE_BYTES
 from threefold.engine.context import count_event
@@ -26,6 +26,8 @@ from threefold.engine.layers.input_linears import InputHook, apply_linears, iden
 from threefold.engine.layers.positions import Positions, document_starts
 from threefold.engine.sum_dtype import fp32_or_wider
 from threefold.spec.model import CompressedSpec
+
+MOST_QUERIES = 1024  # of a block: it reads so many tokens beside the window
 
 
 class EntryIndexer(nn.Module):
@@ -81,12 +83,26 @@ class EntryMask:
     """The keys that a query reads, of entries, which come first, and of tokens."""
 
     window: int
+    rate: int
     last_BW: Tensor  # the last token of each entry
     documents_BS: Tensor | None
     chosen_BSK: Tensor | None = None  # None: all entries that end before a query
 
-    def num_keys(self, block: slice) -> int:
-        return int(self.last_BW.shape[1] + block.stop)
+    def spans(self, block: slice) -> tuple[slice, ...]:
+        """Entries end in their order, one in `rate` tokens at most; tokens before the window are skipped."""
+        count = self.last_BW.shape[1]
+        tokens = self._tokens(block)
+        return slice(0, self._num_entries(block)), slice(count + tokens.start, count + tokens.stop)
+
+    def row_bytes(self, key_bytes: int, length: int, max_bytes: int) -> int:
+        keys = min(length, self.last_BW.shape[1] + self.window + MOST_QUERIES)
+        return max(key_bytes * keys, max_bytes // MOST_QUERIES)
+
+    def _num_entries(self, block: slice) -> int:
+        return min(self.last_BW.shape[1], block.stop // self.rate) if self.rate else 0
+
+    def _tokens(self, block: slice) -> slice:
+        return slice(max(0, block.start - self.window + 1), block.stop)
 
     def visible_entries(self, block: slice) -> Tensor:
         """(B or 1, C, W)."""
@@ -104,9 +120,14 @@ class EntryMask:
             chosen_BCK = self.chosen_BSK[:, block].long()
             read_BCW = torch.zeros(*chosen_BCK.shape[:2], seen_BCW.shape[-1], dtype=torch.bool, device=device)
             seen_BCW = seen_BCW & read_BCW.scatter_(-1, chosen_BCK, True)
-        tokens = CausalMask(self.window, self.documents_BS).hidden(block, device)[:, 0]
-        batch = max(len(seen_BCW), len(tokens))
-        return torch.cat([~seen_BCW.expand(batch, -1, -1), tokens.expand(batch, -1, -1)], dim=-1)[:, None]
+        seen_BCW, tokens = seen_BCW[..., : self._num_entries(block)], self._tokens(block)
+        index_S = torch.arange(tokens.start, tokens.stop, device=device, dtype=torch.int32)
+        distance_CT = index_S[block.start - tokens.start :, None] - index_S
+        hidden_BCT = ((distance_CT < 0) | (distance_CT >= self.window))[None]
+        if self.documents_BS is not None:
+            hidden_BCT = hidden_BCT | (self.documents_BS[:, block, None] != self.documents_BS[:, None, tokens])
+        batch = max(len(seen_BCW), len(hidden_BCT))
+        return torch.cat([~seen_BCW.expand(batch, -1, -1), hidden_BCT.expand(batch, -1, -1)], dim=-1)[:, None]
 
 
 class CompressedAttention(nn.Module):
@@ -164,7 +185,7 @@ class CompressedAttention(nn.Module):
         entry_BWd = self.pooling.entries(windows, table, *pooled)
         chosen: tuple[Tensor, ...] = ()
         if self.indexer is not None:
-            mask = EntryMask(self.window, windows.last_BW, positions.documents_BS)
+            mask = EntryMask(self.window, self.spec.rate, windows.last_BW, positions.documents_BS)
             chosen = (self.indexer.choose(mask, windows, table, q_BSX, *for_indexer),)
         keys_BGTd = torch.cat([entry_BWd, kv_BSd], dim=1)[:, None]
         return q_BHSd, keys_BGTd, (windows.last_BW, *chosen)
@@ -186,7 +207,7 @@ class CompressedAttention(nn.Module):
             entries = (torch.empty(1, 0, dtype=torch.long, device=q_BHSd.device),)
         last_BW, *chosen = entries
         mask_tensors = last_BW, positions.documents_BS, *chosen
-        make_mask = partial(EntryMask, self.window)
+        make_mask = partial(EntryMask, self.window, self.spec.rate)
         scale = self.spec.logit_scale
         out_BHSd = attend_in_blocks(q_BHSd, key_BGTd, key_BGTd, scale, make_mask, *mask_tensors, sinks=self.sinks)
         return self.turn_back(out_BHSd.transpose(1, 2), self.table(positions))

@@ -5,10 +5,6 @@ It follows `engine/shard/ring_attention.py`, `context_parallel.py` and `latent_a
 out. `transients.py` asks for the most bytes of a layer.
 
 A tile has the queries of one of the two spans of a rank. The kernels want values as wide as keys: MLA's are padded.
-
-Mirrors `engine/shard/ring_attention.py`, `engine/shard/context_parallel.py`, `engine/shard/latent_attention.py`,
-`engine/attention/attend_tiles.py`, `engine/attention/mask_tiles.py`, `engine/attention/query_blocks.py`,
-`engine/attention/fused_delta.py`, `engine/attention/delta_chunks.py`.
 """
 
 import math
@@ -21,6 +17,7 @@ from threefold.cost.memory.threefold.timelines.timeline import Timeline
 from threefold.spec.model import CompressedSpec, DeltaSpec, GqaSpec, MlaSpec
 
 QUERY_BLOCK_BYTES = 2**28  # fp32 scores of one block of queries, in plain torch
+MOST_QUERIES = 1024  # of a block of compressed attention
 MAX_BLOCK_BYTES = 2**30  # fp32 gradients of the keys and values of one block of an all-gather
 
 
@@ -257,7 +254,7 @@ def query_blocks_peak(local: LocalSizes, spec: GqaSpec | MlaSpec, fraction: floa
     num_keys = sizes.tokens * inner
     if isinstance(spec, CompressedSpec) and spec.rate:
         num_keys += sizes.tokens // spec.rate
-    _query_blocks(line, sizes, sizes.num_heads / inner * fraction, sizes.tokens * inner, num_keys)
+    _query_blocks(line, sizes, sizes.num_heads / inner * fraction, sizes.tokens * inner, num_keys, _read_keys(sizes))
     if local.is_16_bit:
         line.make(b * (sizes.keys + sizes.values) * fraction)
     if isinstance(spec, GqaSpec) and spec.sinks:
@@ -265,16 +262,34 @@ def query_blocks_peak(local: LocalSizes, spec: GqaSpec | MlaSpec, fraction: floa
     return line.peak + local.residual_bytes
 
 
-def _query_blocks(line: Timeline, sizes: HeadSizes, num_heads: float, num_queries: float, num_keys: float) -> None:
+def _read_keys(sizes: HeadSizes) -> float | None:
+    """Keys that a block of compressed attention reads, its entries and the tokens since its window; None: all."""
+    spec = sizes.spec
+    if not isinstance(spec, CompressedSpec) or spec.window is None:
+        return None
+    entries = sizes.tokens // spec.rate if spec.rate else 0.0
+    return min(sizes.tokens + entries, entries + spec.window + MOST_QUERIES)
+
+
+def _query_blocks(
+    line: Timeline,
+    sizes: HeadSizes,
+    num_heads: float,
+    num_queries: float,
+    num_keys: float,
+    read_keys: float | None = None,
+) -> None:
     """Gradients of keys and values in fp32, which stay. For one block of queries: its scores and their gradients, what
     it reads and writes, and one after the other the keys, the values, and its part of their gradients in fp32."""
     kv_heads, num_rows = num_heads * sizes.num_kv_heads / sizes.num_heads, sizes.local.plan.job.micro_batch
     keys, values = (FP32 * kv_heads * dim * num_keys for dim in (sizes.qk_dim, sizes.v_dim))
-    score_bytes = FP32 * num_heads * num_keys  # of one query of each row
+    read = 1.0 if read_keys is None else read_keys / num_keys
+    score_bytes = FP32 * num_heads * num_keys * read  # of one query of each row
     block = min(num_queries / num_rows, max(1, QUERY_BLOCK_BYTES // score_bytes))
+    block = block if read_keys is None else min(block, MOST_QUERIES)
     queries, outputs = (FP32 * num_heads * dim * block * num_rows for dim in (sizes.qk_dim, sizes.v_dim))
     scores, casts = score_bytes * block, sizes.local.is_16_bit
     line.make(keys + values)
-    line.pass_through(scores, queries * casts, keys * casts)
-    line.pass_through(scores, outputs * casts, values)
-    line.pass_through(2 * scores, outputs * casts, max(values * casts, queries + keys))
+    line.pass_through(scores, queries * casts, read * keys * casts)
+    line.pass_through(scores, outputs * casts, read * values)
+    line.pass_through(2 * scores, outputs * casts, max(read * values * casts, queries + read * keys))
