@@ -28,7 +28,7 @@ class Replicas:
 
     @property
     def experts_per_rank(self) -> int:
-        return self.num_experts // self.num_ranks
+        return -(-self.num_experts // self.num_ranks)  # a plan whose EP does not divide them is priced all the same
 
     @cached_property
     def copied_to(self) -> tuple[tuple[int, ...], ...]:
