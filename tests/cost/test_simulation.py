@@ -7,6 +7,7 @@ from plans import build
 
 from threefold.cli.main import main
 from threefold.cost.time.simulation import simulate_step
+from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 
 
@@ -66,3 +67,13 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", *arguments, "--jitter", "0.02"]) == 0
     assert "steps of 1,024 ranks" in capsys.readouterr().out
     assert main(["estimate", *arguments, "--jitter", "2"]) == 2
+
+
+@pytest.mark.parametrize("load", ["zipf", "hot-rank", "burst"])
+def test_simulated_loads_take_what_the_closed_form_says(load: str) -> None:
+    """The mean over a period of the load; passes that deviate by chance make a pipeline wait a little longer."""
+    plan = change(plan_of(8, 1, 1024, 2048), {"job.load": load})
+    found = simulate_step(plan, 0.0, draws=16)
+    assert sum(found.seconds) / 16 == pytest.approx(found.closed_seconds, rel=0.04)
+    if load == "burst":  # every eighth step
+        assert found.seconds[13] < 1.1 * found.even_seconds < found.seconds[14] / 2

@@ -53,6 +53,7 @@ class PlanLoad:
     levels: tuple[SkewLevel, ...] = (SkewLevel(1.0),)
     deviation: float = 0.0  # of the skew of one layer and microbatch, by chance
     steps: tuple[StepRows, ...] = (StepRows(1.0, 0.0),)  # of one period
+    by_step: tuple[float, ...] = (1.0,)  # the mean skew of the layers in each of them
     dropped: float = 0.0  # of the token copies, above the capacity of their experts
     copied: float = 0.0  # experts that the rank with most sends or receives in a layer, to balance the load
 
@@ -161,7 +162,9 @@ def _load(case: _Case) -> PlanLoad:
         skew, deviation = _largest([(*row, n) for row, n in Counter(spread).items()])
         steps.append(StepRows(max(1.0, skew), deviation))
     total = len(skews)
-    return PlanLoad(_levels(skews), sum(deviations) / total, tuple(steps), dropped / total, copied / total)
+    means = [sum(level.rank for level in skews[n : n + num_layers]) / num_layers for n in range(0, total, num_layers)]
+    deviation = sum(deviations) / total
+    return PlanLoad(_levels(skews), deviation, tuple(steps), tuple(means), dropped / total, copied / total)
 
 
 def _mean_shares(case: _Case, layer: int, step: int) -> list[float]:

@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.cost.rates import rates_of
+from threefold.cost.expert_load import is_uneven, load_of
+from threefold.cost.rates import Rates, rates_of
+from threefold.cost.stage_contents import chunk_layers, stage_contents
+from threefold.cost.time.communication import expert_copy_seconds
 from threefold.cost.time.pipeline_timeline import (
     PipelineTimeline,
     TimedPass,
@@ -24,7 +27,7 @@ from threefold.cost.time.pipeline_timeline import (
     pass_seconds,
     stage_passes,
 )
-from threefold.cost.time.step import hop_seconds, step_time
+from threefold.cost.time.step import LAYER_TERMS, chance_deviation, hop_seconds, step_time
 from threefold.plan.plan import Plan
 
 Vector = NDArray[np.float64]
@@ -62,30 +65,54 @@ class Simulation:
 
 def simulate_step(plan: Plan, jitter: float, spread: float = 0.0, draws: int = DRAWS, seed: int = 0) -> Simulation:
     """Simulate steps of a plan. `jitter` is the relative deviation of each pass of a rank, `spread` that of the speeds
-    of ranks, which stay as they are. Raises where the plan is too large."""
+    of ranks, which stay as they are. With an uneven load (`job.load`) each step has the skew of its place in the load's
+    period, and each pass deviates as the rows of its largest ranks do by chance. Raises where the plan is too large."""
     layout, count = plan.layout, max(1, plan.num_microbatches)
     if layout.gpus > MOST_RANKS or 3 * count * layout.chunks > MOST_PASSES:
         raise ValueError(f"simulations have at most {MOST_RANKS:,} ranks and {MOST_PASSES:,} passes")
     group = math.lcm(layout.tp * layout.cp, layout.ep * layout.etp)
     stage_ranks = layout.gpus // layout.pp
     pipelines = max(1, stage_ranks // group)
-    step, order = step_time(plan, rates_of(plan)), _order(plan, count)
-    seconds, after = pass_seconds(plan, step), sum(step.terms[name] for name in AFTER)
-    hop = hop_seconds(plan, rates_of(plan)) if layout.pp > 1 else 0.0
+    rates = rates_of(plan)
+    step, order = step_time(plan, rates), _order(plan, count)
+    skews = load_of(plan).by_step if is_uneven(plan) else (None,)
+    by_skew = {skew: pass_seconds(plan, step_time(plan, rates, skew)) for skew in skews}
+    copies, chance = _load_seconds(plan, step.stage, rates)
+    after = copies + sum(step_time(plan, rates, skews[0]).terms[name] for name in AFTER)
+    hop = hop_seconds(plan, rates) if layout.pp > 1 else 0.0
     draw = np.random.default_rng(seed)
     ends: list[float] = []
     first: list[list[TimedPass]] = []
     for number in range(draws):
         slow = [np.exp(spread * _slowest(draw, pipelines, group)) for _ in range(layout.pp)]
-        timed, end = _timed(order, seconds, hop, slow, lambda: np.exp(jitter * _slowest(draw, pipelines, group)))
+        seconds = by_skew[skews[number % len(skews)]]
+
+        def noise() -> Vector:
+            late = np.maximum(0.0, 1 + chance * draw.standard_normal(pipelines)) if chance else 1.0
+            return np.asarray(np.exp(jitter * _slowest(draw, pipelines, group)) * late)
+
+        timed, end = _timed(order, seconds, hop, slow, noise)
         ends.append(float(end.max()) + after)
         first = first if number else timed
-    even_ranks, even = _timed(order, seconds, hop, [np.ones(1)] * layout.pp, lambda: np.ones(1))
+    even_ranks, even = _timed(order, by_skew[skews[0]], hop, [np.ones(1)] * layout.pp, lambda: np.ones(1))
     timeline = PipelineTimeline(tuple(map(tuple, first or even_ranks)), count, max(rank[-1].end for rank in first))
     even_seconds = float(even[0]) + after
     return Simulation(
         tuple(sorted(ends)), even_seconds, step.step_seconds, layout.gpus, pipelines * layout.pp, timeline
     )
+
+
+def _load_seconds(plan: Plan, stage: int, rates: Rates) -> tuple[float, float]:
+    """Of an uneven load: seconds of a step in which experts are copied, and the deviation of a pass by chance over its
+    length."""
+    if not is_uneven(plan):
+        return 0.0, 0.0
+    layers = [layer for chunk in stage_contents(plan)[stage].chunks for layer in chunk_layers(plan, chunk)]
+    step, count = step_time(plan, rates, load_of(plan).skew), max(1, plan.num_microbatches)
+    microbatch = sum(step.terms[name] for name in LAYER_TERMS) / count
+    passes = 2 * plan.layout.vpp  # of a microbatch on a rank: their deviations add up to that of all
+    chance = chance_deviation(plan, layers, rates) / microbatch * passes**0.5
+    return expert_copy_seconds(plan, rates) * sum(layer.ffn == "moe" for layer in layers), chance
 
 
 def _order(plan: Plan, count: int) -> list[list[Together]]:

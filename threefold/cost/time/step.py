@@ -4,7 +4,9 @@
 terms={"gemm": 4.1, "experts": 5.6, ...})` with all names of `TERMS`.
 """
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from threefold.cost.expert_load import expected_largest, is_uneven, load_of
@@ -113,17 +115,23 @@ def step_time(plan: Plan, rates: Rates, skew: float | None = None) -> StepTime:
 
 def _chance_seconds(plan: Plan, stage: StageWork, rates: Rates) -> dict[str, float]:
     """Waiting for the stage, and for the expert data-parallel group, whose largest ranks have most rows by chance."""
-    load, count = load_of(plan), max(1, plan.num_microbatches)
-    by_kind = Counter(layer for layer in stage.layers if layer.ffn == "moe")
-    slopes = {kind: layer_time(plan, kind, rates, min(plan.layout.ep, load.skew + 0.1)) for kind in by_kind}
-    more = {kind: slopes[kind].total - layer_time(plan, kind, rates, load.skew).total for kind in by_kind}
-    squares = sum(number * (more[kind] / 0.1) ** 2 for kind, number in by_kind.items())
-    deviation = load.deviation * (squares * count) ** 0.5
+    deviation = chance_deviation(plan, stage.layers, rates) * max(1, plan.num_microbatches) ** 0.5
     pipeline = expected_largest(plan.layout.pp)
     return {
         "bubble": pipeline * deviation,
         "dp": (expected_largest(plan.layout.pp * plan.layout.edp) - pipeline) * deviation,
     }
+
+
+def chance_deviation(plan: Plan, layers: Sequence[Layer], rates: Rates) -> float:
+    """Seconds by which a microbatch of these layers deviates, because the rows of their largest ranks do."""
+    load, by_kind = load_of(plan), Counter(layer for layer in layers if layer.ffn == "moe")
+    above = min(plan.layout.ep, load.skew + 0.1)
+    slopes = {
+        kind: (layer_time(plan, kind, rates, above).total - layer_time(plan, kind, rates, load.skew).total) / 0.1
+        for kind in by_kind
+    }
+    return load.deviation * math.sqrt(sum(number * slopes[kind] ** 2 for kind, number in by_kind.items()))
 
 
 def _stage_work(plan: Plan) -> list[StageWork]:
