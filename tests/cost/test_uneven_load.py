@@ -162,6 +162,11 @@ def test_the_clean_plan_of_the_rules_has_no_load() -> None:
     assert build(CLEAN).job.load == "balanced"
 
 
+@pytest.mark.parametrize("ep", [3, 256])
+def test_experts_that_do_not_divide_are_left_to_the_rules(ep: int) -> None:
+    assert load_of(loaded("zipf", layout__ep=ep, cluster__gpus=768)) is EVEN
+
+
 def test_copies_level_a_load_and_cost_their_weights() -> None:
     """Half of the rows go to one of 16 ranks: a slot on each of the 15 others takes what is above the mean."""
     plan = loaded("hot-rank", knobs__expert_balance="replicate", knobs__dispatcher="alltoall")

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from oracle_layouts import FOUR, FSDP, HSDP, MTP1, MUON, ODD, PACKED, TIED, Case, case
+from oracle_layouts import FOUR, FSDP, HSDP, MTP1, MUON, ODD, PACKED, PADDED, TIED, Case, case
 
 A2A: dict[str, Any] = {"cp_comm": "a2a"}
 GEMMA_FOUR = {**FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 V4_ODD: dict[str, Any] = {"o_groups": 2, "num_attention_heads": 4, "tie_word_embeddings": True, "hc_mult": 3}
+OVERLAPPED: dict[str, Any] = {"shared_expert_overlap": True}
 STREAMS: dict[str, Any] = {"recompute": ["layernorm", "moe_act", "core_attn", "shared_experts"]}
 
 MIXTURE_CASES: list[Case] = [
@@ -16,7 +17,7 @@ MIXTURE_CASES: list[Case] = [
     case("deepseek v4 fsdp, recompute", "deepseek_v4", 4, tp=2, ep=2, knobs={**FSDP, "recompute": ["full"]}),
     case("deepseek v4 tp pp, tied", "deepseek_v4", 4, tp=2, pp=2, spec=V4_ODD, job=MUON),
     case("deepseek v4 hsdp", "deepseek_v4", 4, replicate=2, knobs={**HSDP, "recompute": ["moe"]}),
-    case("deepseek v4 ep etp", "deepseek_v4", 4, ep=2, etp=2, knobs={"shared_expert_overlap": True}),
+    case("deepseek v4 ep etp, padded", "deepseek_v4", 4, ep=2, etp=2, job=PADDED, knobs=OVERLAPPED),
     case("glm tp ep, mtp", "glm4_moe", 4, tp=2, ep=2, spec=MTP1),
     case("glm pp vpp ep, mtp", "glm4_moe", 4, pp=2, vpp=2, ep=2, spec={**FOUR, **MTP1}),
     case("glm cp, yarn", "glm4_moe", 4, cp=4, ep=2, spec=ODD, job=PACKED),

@@ -82,7 +82,7 @@ def is_uneven(plan: Plan) -> bool:
 def load_of(plan: Plan) -> PlanLoad:
     """The load of the experts of a plan, as its knobs balance it."""
     moe, layout, knobs = plan.model.moe, plan.layout, plan.knobs
-    if moe is None or not is_uneven(plan):
+    if moe is None or not is_uneven(plan) or moe.num_experts % layout.ep:  # the last is refused by a rule
         return EVEN
     num_layers = max(1, sum(layer.ffn == "moe" for layer in plan.model.layers) // layout.pp)
     tokens = plan.job.micro_batch * plan.job.seq_len // layout.cp // layout.tp * layout.ep * layout.etp

@@ -136,7 +136,7 @@ def run_rank(
         for step in range(steps):
             batches = samples.batches(step)
             if skewed is not None:
-                skewed.step = step
+                skewed.begin_step(step)
             degrees = [batch.cp_degree or 1 for batch in batches if not batch.is_empty]
             results.largest_cp = max([results.largest_cp, *degrees])
             recording = replace(parts, data=_GradientRecorder(parts, results.gradients)) if step == 0 else parts

@@ -20,20 +20,30 @@ class SkewedRouters:
     """Shifts the logits of all routers of a rank.
 
     The source rank of a token is the rank of its microbatch in data parallelism. One rank has the microbatches of all
-    `num_sources` of them in turn, and counts them.
+    `num_sources` of them in turn, and counts them from the beginning of a step.
     """
 
     def __init__(self, parts: Parts, plan: Plan, num_sources: int) -> None:
         self.plan, self.num_sources, self.step = plan, num_sources, 0
+        self._calls: list[list[int]] = []  # of each router, since the step began
         self.source = parts.mesh.coordinate("dp") if plan.layout.gpus > 1 else None
         for model in parts.chunks.values():
             for number, router in zip(model.router_numbers, model.routers(), strict=True):
-                router.logits = partial(self._shifted, router.logits, number, [0])  # type: ignore[method-assign]
+                self._calls.append([0])
+                router.logits = partial(  # type: ignore[method-assign]
+                    self._shifted, router.logits, number, self._calls[-1]
+                )
                 self.num_experts, self.top_k = router.spec.num_experts, router.spec.top_k
         if parts.copies:
             first = parts.chunks[min(parts.chunks)]
             means = [self._mean_shares(number) for number in range(first.num_routers)]
             parts.copies.observe([[round(1e6 * share) for share in row] for row in means])
+
+    def begin_step(self, step: int) -> None:
+        """Count from here on: an evaluation may lie between two steps, with other microbatches."""
+        self.step = step
+        for calls in self._calls:
+            calls[0] = 0
 
     def _mean_shares(self, number: int) -> list[float]:
         rows = [self._shares(number, source) for source in range(self.num_sources)]
