@@ -19,7 +19,7 @@ MEGATRON = {"target": "megatron-bridge", "cluster.chip": "h100", "job.seq_len": 
 QWEN = {**MEGATRON, "model": "qwen3-30b-a3b", "cluster.gpus": 64, "job.micro_batch": 2, "layout.ep": 8}
 PLANS: list[dict[str, Any]] = [
     QWEN,
-    {**QWEN, "target": "threefold", "run.gc_every": 0},
+    {**QWEN, "target": "threefold", "run.gc_every": 0, "job.load": "zipf"},
     {**QWEN, "layout.ep": 4, "layout.etp": 2, "layout.tp": 4, "knobs.ep_overlap": True, "knobs.recompute": ["moe"]},
     {**QWEN, "knobs.recompute": ["full"], "knobs.grad_reduce_overlap": False, "knobs.permute_fusion": False},
     {**QWEN, "layout.cp": 16, "layout.tp": 16, "layout.ep": 64, "knobs.dispatcher": "deepep", "knobs.dispatch_sms": 32,

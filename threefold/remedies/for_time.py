@@ -6,6 +6,7 @@ Each function yields the ways of one remedy. Whether a way is legal, and whether
 from collections.abc import Callable, Iterator
 
 from threefold.cost.delta_rule import heads_in_delta_layers
+from threefold.cost.expert_load import is_uneven
 from threefold.cost.format_support import low_precisions
 from threefold.findings import Changes
 from threefold.plan.plan import INSIDE_MOE, Plan
@@ -43,6 +44,13 @@ def collect_garbage(plan: Plan) -> Iterator[Changes]:
 def pin_cores(plan: Plan) -> Iterator[Changes]:
     if plan.target == "threefold" and plan.run.cores is None:
         yield {"run.cores": "auto"}
+
+
+def copy_experts(plan: Plan) -> Iterator[Changes]:
+    """In one slot a rank, or in two."""
+    if plan.target == "threefold" and is_uneven(plan) and plan.knobs.expert_balance == "none":
+        slots: tuple[int | None, ...] = (None, 2)
+        yield from ({"knobs.expert_balance": "replicate", "knobs.expert_copies": number} for number in slots)
 
 
 def ep_overlap(plan: Plan) -> Iterator[Changes]:
