@@ -189,3 +189,11 @@ def test_copies_that_are_placed_late_miss_a_load_that_moves() -> None:
         late.skew
         > 2 * load_of(loaded("hot-rank", knobs__expert_balance="replicate", knobs__dispatcher="alltoall")).skew
     )
+
+
+def test_plan_copies_experts_where_a_load_pays_for_it() -> None:
+    """EP 16 is given, so that the load cannot be avoided by fewer expert ranks."""
+    draft = {name: value for name, value in MOE.items() if name != "layout.ep"} | {"cluster.gpus": 16, "layout.ep": 16}
+    chosen = {load: search({**draft, "job.load": load}, 1).best.knobs for load in ("balanced", "hot-experts")}
+    assert chosen["balanced"].expert_balance == "none"
+    assert (chosen["hot-experts"].expert_balance, chosen["hot-experts"].dispatcher) == ("replicate", "alltoall")

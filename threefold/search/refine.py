@@ -6,6 +6,7 @@ from itertools import chain, islice
 from typing import Any
 
 from threefold.cost.estimate import Estimate, estimate
+from threefold.cost.expert_load import is_uneven
 from threefold.findings import FindingsError
 from threefold.plan.parse import change, parse
 from threefold.plan.plan import Plan
@@ -30,6 +31,7 @@ CHOSEN = (
         for name in (
             "precision",
             "dispatcher",
+            "expert_balance",
             "recompute",
             "recompute_save",
             "ep_overlap",
@@ -82,9 +84,8 @@ def _less_offload(space: Space, pricer: Pricer, one: Priced) -> Priced:
 
 def _improved(space: Space, pricer: Pricer, one: Priced) -> Priced:
     """Knobs that are predicted to pay, one after the other."""
-    for path, value in _switches(space, one.plan):
-        table, _, name = path.partition(".")
-        plan = replace(one.plan, **{table: replace(getattr(one.plan, table), **{name: value})})
+    for switched in _switches(space, one.plan):
+        plan = replace(one.plan, knobs=replace(one.plan.knobs, **switched))
         if pricer.speed(plan) <= one.tokens_per_second * (1 + WORTH):
             continue
         if pricer.fits(plan.layout, plan.job.micro_batch, plan.knobs) and not faults(_connected(space, plan)):
@@ -92,23 +93,28 @@ def _improved(space: Space, pricer: Pricer, one: Priced) -> Priced:
     return one
 
 
-def _switches(space: Space, plan: Plan) -> Iterator[tuple[str, Any]]:
-    """Free knobs that change speed and nothing else, with the value to try."""
-    knobs, wanted = plan.knobs, list[tuple[str, Any]]()
+def _switches(space: Space, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Free knobs that change speed and nothing else, with the values to try."""
+    knobs, wanted = plan.knobs, list[dict[str, Any]]()
+    if is_uneven(plan) and plan.target == "threefold" and knobs.expert_balance == "none":
+        wanted.append({"expert_balance": "replicate", "dispatcher": "alltoall"})
     if knobs.ep_overlap and not knobs.delay_wgrad:
-        wanted.append(("knobs.delay_wgrad", True))
+        wanted.append({"delay_wgrad": True})
     if plan.layout.tp > 1 and not knobs.tp_overlap:
-        wanted.append(("knobs.tp_overlap", True))
+        wanted.append({"tp_overlap": True})
     if plan.layout.cp > 1:  # the best kind at the foot of the ladder need not be that of the rung
-        wanted += [("knobs.cp_comm", kind) for kind in context_types(space, plan.layout) if kind != knobs.cp_comm]
+        wanted += [{"cp_comm": kind} for kind in context_types(space, plan.layout) if kind != knobs.cp_comm]
     if plan.target == "threefold" and plan.full_recompute and not knobs.recompute_save:
-        wanted.append(("knobs.recompute_save", ("core_attn",)))
+        wanted.append({"recompute_save": ("core_attn",)})
     if not knobs.graphs and not plan.full_recompute:
         within = "moe" in knobs.recompute
         for scopes in graph_scopes(space, plan.layout, knobs):
             kept = tuple(scope for scope in scopes if not (within and scope.startswith("moe")))
-            wanted.append(("knobs.graphs", kept))
-    yield from ((path, value) for path, value in wanted if value and space.free(path))
+            wanted.append({"graphs": kept})
+    for switched in wanted:
+        changed = {name: value for name, value in switched.items() if value != getattr(knobs, name)}
+        if changed and all(changed.values()) and all(space.free(f"knobs.{name}") for name in changed):
+            yield changed
 
 
 def heeded(space: Space, plan: Plan) -> tuple[Plan, Estimate]:
