@@ -29,19 +29,26 @@ def ask(request: Request, target: str, top: int, **fields: object) -> SearchResu
 
 
 def write_rows(path: Path, target: str, requests: Sequence[Request]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(f"{HEAD}\n|{'---|' * (HEAD.count('|') - 1)}\n")
+    """Write a row for each request that the file has none of: a run that was cut off goes on there."""
+    written = path.read_text(encoding="utf-8") if path.exists() else ""
+    with path.open("a", encoding="utf-8") as file:
+        file.write("" if written else f"{HEAD}\n|{'---|' * (HEAD.count('|') - 1)}\n")
         for request in requests:
-            file.write(row(request, target) + "\n")
-            file.flush()
+            if f"| {name_of(request)} |" not in written:
+                file.write(row(request, target) + "\n")
+                file.flush()
+
+
+def name_of(request: Request) -> str:
+    model, gpus, chip, seq_len = request
+    return f"{model}, {gpus} x {chip}, {format_tokens(seq_len)}"
 
 
 def row(request: Request, target: str) -> str:
-    model, gpus, chip, seq_len = request
     start = time.process_time()
     found = ask(request, target, 5)
     seconds = time.process_time() - start
-    name = f"{model}, {gpus} x {chip}, {format_tokens(seq_len)}"
+    name = name_of(request)
     if not found.candidates:
         reason = found.finding.problem.split(": ", 1)[-1] if found.finding else ""
         return f"| {name} | {seconds:.1f} | no plan | | | | | {reason} |"

@@ -13,6 +13,7 @@ from threefold.plan.plan import Plan
 from threefold.plan.terms import MEMORY_TERMS, RESERVE_TERMS
 from threefold.remedies.advise import Advice
 from threefold.report.terminal import advice_text, cut_lines, findings_summary, table
+from threefold.search.explain import LEAST_SHARE
 from threefold.search.sweep import Point
 from threefold.spec.chip_description import SOURCES
 from threefold.units import GIB, format_bytes, format_count, format_number, format_tokens
@@ -101,9 +102,13 @@ def _memory_table(plan: Plan, columns: Sequence[tuple[str, StageMemory]]) -> str
 
 
 def time_text(plan: Plan, found: Estimate) -> str:
-    """Terms that take time, longest first, with the wall each belongs to; of a pipeline those of its slowest rank."""
+    """Terms that take time, longest first, with the wall each belongs to, and those below 1 % together; of a pipeline
+    those of its slowest rank."""
     step = found.time.step_seconds
     spent = sorted(((value, name) for name, value in found.time.terms.items() if value > 0), reverse=True)
+    small = [value for value, _ in spent if value < LEAST_SHARE * step]
+    if len(small) > 1:
+        spent = [*spent[: -len(small)], (sum(small), f"{len(small)} smaller terms")]
     rows = [[name, format_number(value), f"{value / step:.1%}", _WALL.get(name, "")] for value, name in spent]
     rows.append(["= step", format_number(step), "100.0%", ""])
     text = table(["time", "seconds", "share", "wall"], rows)

@@ -255,7 +255,9 @@ def why_after(one: Priced, chosen: Priced) -> str:
     one, the terms without a measured rate on which its advantage rests."""
     anchors = nearest_published(chosen.plan)
     if not is_member(one, chosen, anchors):
-        return f"a step {one.step_seconds / chosen.step_seconds - 1:.0%} longer, which is more than the band"
+        ratio = one.step_seconds / chosen.step_seconds
+        longer = f"{ratio:.1f} times as long" if ratio >= 2 else f"{ratio - 1:.0%} longer"
+        return f"a step {longer}, which is more than the band"
     pairs = zip(criteria(one, anchors), criteria(chosen, anchors), strict=True)
     said = next((mine.words for mine, its in pairs if mine.value > its.value), "a longer step")
     unmeasured = unmeasured_terms(chosen.plan)
