@@ -17,6 +17,7 @@ from threefold.cost.expert_load import is_uneven, load_band, load_of, per_thousa
 from threefold.cost.memory.by_stack import memory, out_of_memory_chance
 from threefold.cost.memory.stage_memory import Memory
 from threefold.cost.rates import Calibration, Rates, calibration, peak_flops, rates_of
+from threefold.cost.time.delta_chunks import MEASURED_HEADS, delta_heads
 from threefold.cost.time.step import StepTime, step_time
 from threefold.notebook import ShownAsTable
 from threefold.plan.plan import Plan
@@ -250,6 +251,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
         yield "exchanges run at the links' bandwidth with the efficiency of published Megatron Bridge runs: unmeasured"
     if is_uneven(plan):
         yield f"experts are loaded as {plan.job.load} says, and tokens choose independently of each other"
+    heads = delta_heads(plan)
+    if heads not in (0, MEASURED_HEADS):
+        yield f"the delta rule takes as long as its heads, {heads:g} a microbatch: measured for {MEASURED_HEADS} alone"
     spec = plan.model.attention
     if not isinstance(spec, GqaSpec) or not spec.sinks:
         return

@@ -15,12 +15,17 @@ FEW_HEADS_SECONDS = 15e-6
 def chunks_seconds(plan: Plan, layer: Layer, seq_len: int, rates: Rates) -> float:
     """Forward and backward of the chunks of a microbatch in a layer. Kernels of flash-linear-attention take as long as
     their heads, from a few heads on; other chunks run one after the other, however many ranks share the heads."""
-    delta = plan.model.delta
-    if layer.mixer != "delta" or delta is None:
+    if layer.mixer != "delta":
         return 0.0
-    cp_comm, seconds = cp_comm_of(plan, "delta"), rates.chunk_seconds
-    if uses_fla(plan, cp_comm):
-        shards = plan.layout.tp * (plan.layout.cp if cp_comm == "a2a" else 1)
-        heads = delta.num_v_heads / shards * plan.job.micro_batch
-        seconds = max(FEW_HEADS_SECONDS, rates.fla_chunk_seconds * heads / MEASURED_HEADS)
-    return seq_len / DELTA_CHUNK * seconds
+    heads = delta_heads(plan)
+    of_heads = max(FEW_HEADS_SECONDS, rates.fla_chunk_seconds * heads / MEASURED_HEADS)
+    return seq_len / DELTA_CHUNK * (of_heads if heads else rates.chunk_seconds)
+
+
+def delta_heads(plan: Plan) -> float:
+    """Heads x sequences of a rank that kernels of flash-linear-attention work on at once; 0 where they do not run."""
+    cp_comm, delta = cp_comm_of(plan, "delta"), plan.model.delta
+    if delta is None or not uses_fla(plan, cp_comm):
+        return 0.0
+    shards = plan.layout.tp * (plan.layout.cp if cp_comm == "a2a" else 1)
+    return delta.num_v_heads / shards * plan.job.micro_batch
