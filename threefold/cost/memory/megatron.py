@@ -1,7 +1,7 @@
 """The memory model of Megatron Bridge: states, activations of microbatches in flight, and tensors of the peak's moment.
 
 `memory/by_stack.py` uses it for plans with `target = "megatron-bridge"`. The peak is taken at the first backward, when
-all forwards of the warm-up are done; published runs calibrate the constants (`docs/reference/estimate.md`).
+all forwards of the warm-up are done, or in the optimizer's step; published runs calibrate the constants (`docs/reference/estimate.md`).
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,10 @@ class MegatronMemory:
             terms = state_terms(plan, contents)
             _add_activations(plan, stage, contents, saved, terms)
             moment = _add_transients(plan, contents, saved, terms, skew)
-            pool_bytes = _move_to_graph_pool(plan, contents, terms)
+            pool_bytes = _move_to_graph_pool(plan, contents, saved, terms)
+            step = state_terms(plan, contents) | {"workspace": _optimizer_transients(plan, contents)}
+            if sum(step.values()) > sum(terms.values()):
+                terms, moment = step, "the optimizer's step"
             yield StagePeak(terms, moment, pool_bytes)
 
 
@@ -130,18 +133,27 @@ def _dispatch_workspace(plan: Plan, contents: StageContents) -> float:
     return tokens * token_bytes * copies
 
 
-def _move_to_graph_pool(plan: Plan, contents: StageContents, terms: Terms) -> float:
-    """Take the activations of captured mixers out of `terms` and return them: they lie in the graph's own pool, which
-    the allocator's peak does not count."""
+def _move_to_graph_pool(plan: Plan, contents: StageContents, saved: dict[Layer, Terms], terms: Terms) -> float:
+    """Take the activations of captured mixers and of the norms before them out of `terms` and return them: they lie in
+    the graph's own pool, which the allocator's peak does not count."""
     scopes = {"mamba": "mamba", "attn": "attention"}
     captured = {mixer for scope, mixer in scopes.items() if scope in plan.knobs.graphs}
+    captured |= {"window", "delta"} if "attention" in captured else set()
     mixers = [layer.mixer for layer in contents.layers if layer.mixer != "none"]
     if plan.chip.architecture == "cpu" or not captured or not mixers:
         return 0.0
-    inside = sum(mixer in captured or (mixer in ("window", "delta") and "attention" in captured) for mixer in mixers)
-    moved = terms.get("attention", 0.0) * inside / len(mixers)
-    terms["attention"] = terms.get("attention", 0.0) - moved
-    return moved
+    inside = [layer for layer in contents.layers if layer.mixer in captured]
+    recomputes_norms, input_bytes = "layernorm" in plan.knobs.recompute, gemm_input_bytes(plan)
+    norms = sum(_mixer_norm(plan.model, layer, recomputes_norms, input_bytes) for layer in inside)
+    norms *= plan.job.micro_batch * plan.job.seq_len / plan.layout.cp / plan.layout.tp
+    all_norms = sum(saved[layer].get("norms", 0.0) for layer in contents.layers)
+    moved = {
+        "attention": terms.get("attention", 0.0) * len(inside) / len(mixers),
+        "norms": terms.get("norms", 0.0) * min(1.0, norms / all_norms) if all_norms else 0.0,
+    }
+    for name, size in moved.items():
+        terms[name] = terms.get(name, 0.0) - size
+    return sum(moved.values())
 
 
 FP32 = 4
@@ -155,7 +167,11 @@ def layer_activations(case: LayerCase, recompute: frozenset[str], input_bytes: f
     tokens = case.tokens / case.tp
     if "full" in recompute:
         return {"norms": BF16 * model.dim * tokens}
-    saved = {"norms": _norms(model, layer, "layernorm" in recompute, input_bytes) * tokens}
+    recomputes_norms = "layernorm" in recompute
+    norms = _mixer_norm(model, layer, recomputes_norms, input_bytes)
+    if layer.ffn != "none":
+        norms += _norm(model, recomputes_norms and layer.ffn == "moe", input_bytes)
+    saved = {"norms": norms * tokens}
     saved["attention"] = _mixer(model, layer, recompute, input_bytes) * tokens
     if layer.ffn == "dense":
         saved["mlp"] = 0.0 if "mlp" in recompute else _mlp(model, model.dense_dim, input_bytes, False) * tokens
@@ -164,11 +180,18 @@ def layer_activations(case: LayerCase, recompute: frozenset[str], input_bytes: f
     return saved
 
 
-def _norms(model: ModelSpec, layer: Layer, recomputed: bool, input_bytes: float) -> float:
-    """The input of each norm (the residual stream) and its output, which the next GEMM saves."""
-    parts = (layer.mixer != "none") + (layer.ffn != "none")
-    output = 0 if recomputed else input_bytes
-    return parts * model.dim * (BF16 + output)
+def _mixer_norm(model: ModelSpec, layer: Layer, recomputes_norms: bool, input_bytes: float) -> float:
+    """Bytes that the norm before the mixer saves. Megatron recomputes norms that are modules of their own, before an
+    MoE layer and before MLA; others are a part of the linear layer that follows."""
+    if layer.mixer == "none":
+        return 0.0
+    is_module = layer.mixer == "attention" and isinstance(model.attention, MlaSpec)
+    return _norm(model, recomputes_norms and is_module, input_bytes)
+
+
+def _norm(model: ModelSpec, recomputed: bool, input_bytes: float) -> float:
+    """The input of a norm (the residual stream) and its output, which the next GEMM saves."""
+    return model.dim * (BF16 + (0 if recomputed else input_bytes))
 
 
 def _mixer(model: ModelSpec, layer: Layer, recompute: frozenset[str], input_bytes: float) -> float:
@@ -253,12 +276,10 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
     """Bytes of the states of one rank, sharded as the plan says."""
     layout, knobs = plan.layout, plan.knobs
     dense, experts = stage_params(plan, contents)
-    copies = layout.replicate
-    dense_shards, expert_shards = max(1, layout.dp * layout.cp // copies), max(1, layout.edp // copies)
-    optimized = dense / max(1, layout.dp * layout.cp) + experts / max(1, layout.edp)
+    optimized = sum(_optimized_params(plan, dense, experts))
     if knobs.data_parallel != "zero1":
-        dense, experts = dense / dense_shards, experts / expert_shards
-        optimized = dense + experts
+        copies = layout.replicate
+        dense, experts = dense / max(1, layout.dp * layout.cp // copies), experts / max(1, layout.edp // copies)
     weight = 4 if knobs.precision == "fp32" else 2
     quantized = 0.0
     if plan.low_precision:
@@ -278,3 +299,20 @@ def state_terms(plan: Plan, contents: StageContents) -> Terms:
         "optimizer": per_param * optimized * trained,
         "quantized_weights": quantized,
     }
+
+
+def _optimized_params(plan: Plan, dense: float, experts: float) -> tuple[float, float]:
+    """Parameters that a rank updates, of so many that a stage holds outside and inside its experts."""
+    layout = plan.layout
+    copies = layout.replicate if plan.knobs.data_parallel != "zero1" else 1
+    return dense / max(1, layout.dp * layout.cp // copies), experts / max(1, layout.edp // copies)
+
+
+def _optimizer_transients(plan: Plan, contents: StageContents) -> float:
+    """Bytes of the optimizer's step on top of the states. Transformer Engine's Adam copies moments that are not in fp32
+    to fp32, all those of a parameter group at once (its `FusedAdam.step`); experts are a group of their own."""
+    knobs = plan.knobs
+    if plan.job.optimizer != "adamw" or knobs.optimizer_dtype == "fp32" or "language" in plan.job.freeze:
+        return 0.0
+    group = max(_optimized_params(plan, *stage_params(plan, contents)))
+    return 2 * STATE_BYTES["fp32"] * group * (1 - knobs.optimizer_offload)
