@@ -82,6 +82,7 @@ ASSUMED = {
     "dp_hidden": 0.5,
     "routing_passes": 2.0,
     "host_grace": 1.1,
+    "ramp": 0.15,
     "step_seconds": 0.06,
 }
 DRIFT_SPREAD, GROUP_SPREAD, PAIRS_SPREAD, ROW_SPREAD = 0.05, 0.08, 0.06, 0.03

@@ -11,6 +11,9 @@ from threefold.cost.traffic.dispatch import dispatch_bytes
 from threefold.layout.degrees import AxisLink
 from threefold.plan.plan import Plan
 
+# Bytes/s of NVLink 4. A few ranks that trade tens of megabytes are bound by NCCL's channels, whose number did not grow
+# with NVLink 5: published runs with TP 2 pay the same on both.
+CHANNELS_BANDWIDTH = 450e9
 _LATENCY = {"domain": 1.0, "network": 2.5, "none": 0.0}  # of a link, over that within a domain
 
 
@@ -67,11 +70,13 @@ def collective_seconds(plan: Plan, link: AxisLink, payload: float, rates: Rates)
     chip = plan.chip
     moved = payload * (link.degree - 1) / link.degree
     if link.link == "domain":
-        return moved / (chip.domain_bandwidth * rates.collective) + latency_seconds(rates, "domain")
+        bandwidth = min(chip.domain_bandwidth, CHANNELS_BANDWIDTH)
+        return moved / (bandwidth * rates.collective) + latency_seconds(rates, "domain")
     per_node = max(1, link.in_domain)  # a ring enters and leaves each domain once, over all of its ports
     return (
         moved / per_node / (network_bandwidth(plan, rates) * (rates.ring or rates.collective))
-        + latency_seconds(rates, "network") * link.degree
+        + latency_seconds(rates, "network") * link.degree / per_node
+        + latency_seconds(rates, "domain")
     )
 
 

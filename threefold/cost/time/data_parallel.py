@@ -3,7 +3,7 @@
 `time/step.py` calls `data_parallel_seconds`.
 """
 
-from threefold.cost.format_support import gathered_weight_bytes
+from threefold.cost.format_support import STATE_BYTES, gathered_weight_bytes
 from threefold.cost.rank_params import rank_params, trained_params
 from threefold.cost.rates import Rates
 from threefold.cost.time.communication import collective_seconds
@@ -16,7 +16,7 @@ def data_parallel_seconds(plan: Plan, microbatch_seconds: float, rates: Rates) -
     trained = trained_params(plan)
     layout, knobs, count = plan.layout, plan.knobs, max(1, plan.num_microbatches)
     is_sharded = knobs.data_parallel != "zero1"
-    reduce_bytes = 4 if knobs.grad_dtype == "fp32" and is_sharded else 2
+    reduce_bytes = STATE_BYTES[knobs.grad_dtype]  # the buffer in which gradients are summed is what is reduced
     gather_bytes = gathered_weight_bytes(plan)
     copies = layout.replicate if is_sharded else 1
     dense_link = _shard_link(plan, "dp", max(1, layout.dp * layout.cp // copies), layout.tp)

@@ -53,12 +53,23 @@ def replay_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
     return 2 * (mixer + ffn) * rates.replay_seconds
 
 
+def ramp_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
+    """Seconds of a layer in which its kernels fill and drain the GPU, whoever launches them."""
+    if not rates.ramp:
+        return 0.0
+    return rates.ramp * _eager_seconds(plan, layer, rates) / (rates.host_grace if plan.chip.is_rack_scale else 1.0)
+
+
+def _eager_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
+    return host_seconds(replace(plan, knobs=replace(plan.knobs, graphs=())), layer, rates)
+
+
 def closed_gap_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
     """Seconds between the kernels of a layer that our engine saves by one graph of the whole iteration, though the host
     was not late: a kernel that is launched alone starts some microseconds after the one before it has ended."""
     if plan.target != "threefold" or plan.chip.architecture == "cpu" or "full_iteration" not in plan.knobs.graphs:
         return 0.0
-    return rates.host_gap * host_seconds(replace(plan, knobs=replace(plan.knobs, graphs=())), layer, rates)
+    return rates.host_gap * _eager_seconds(plan, layer, rates)
 
 
 def host_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:

@@ -31,6 +31,7 @@ from threefold.cost.time.host_launches import (
     closed_gap_seconds,
     host_seconds,
     host_wait,
+    ramp_seconds,
     replay_seconds,
 )
 from threefold.cost.time.recompute import ForwardSeconds, recompute_seconds
@@ -134,6 +135,7 @@ def _time_at(plan: Plan, layer: Layer, rates: Rates, skew: SkewLevel) -> LayerTi
     if syncs or STACK_TRAITS[plan.target].waits_every_layer:
         waiting, host = host_wait(plan, gpu, host, LAYER_SHARPNESS) + (rates.sync_seconds if syncs else 0.0), 0.0
     waiting += replay_seconds(plan, layer, rates)
+    elementwise += ramp_seconds(plan, layer, rates)
     # The gaps that a graph closes are mostly before elementwise kernels, which are many and small.
     elementwise = max(0.3 * elementwise, elementwise - closed_gap_seconds(plan, layer, rates))
     return LayerTime(gemm, experts, attention, elementwise, quantize, recompute, tp, cp, ep, waiting, host)

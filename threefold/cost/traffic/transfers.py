@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.cost.format_support import gathered_weight_bytes
+from threefold.cost.format_support import STATE_BYTES, gathered_weight_bytes
 from threefold.cost.rank_params import rank_params, trained_params
 from threefold.plan.plan import Plan
 from threefold.spec.model import Layer
@@ -64,7 +64,7 @@ def count_layers(plan: Plan) -> Counter[tuple[Layer, str]]:
 def data_parallel_transfers(plan: Plan, num_microbatches: int) -> Iterator[Transfer]:
     """Gradients out and weights back: once per step under ZeRO-1, for every microbatch under FSDP."""
     layout, knobs = plan.layout, plan.knobs
-    grad_bytes = 4 if knobs.grad_dtype == "fp32" and knobs.data_parallel != "zero1" else 2
+    grad_bytes = STATE_BYTES[knobs.grad_dtype]
     weight_bytes = gathered_weight_bytes(plan)
     is_sharded = knobs.data_parallel != "zero1"
     copies = layout.replicate if is_sharded else 1
