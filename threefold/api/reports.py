@@ -35,13 +35,21 @@ class Report:
     findings: tuple[Finding, ...]
 
 
-def make_report(subject: str | Path, overrides: Sequence[str] = (), chip_file: str | None = None) -> Report:
+def make_report(
+    subject: str | Path, overrides: Sequence[str] = (), chip_file: str | None = None, jitter: float | None = None
+) -> Report:
     """Draw a plan file, the folder of a run or that of a tuning on one page that needs nothing else.
 
-    `overrides` are changes of a plan file, such as "layout.ep=16"; `chip_file` is that of `estimate`. Raises findings
-    where the subject cannot be read.
+    `overrides` are changes of a plan file, such as "layout.ep=16"; `chip_file` is that of `estimate`. With `jitter`, the
+    deviation of each pass of a rank, a simulated step is drawn too. Raises findings where the subject cannot be read,
+    and ValueError where the plan is too large to be simulated.
     """
     found = _subject(str(subject), overrides, chip_file)
+    if jitter is not None and found.view is not None and found.view.estimate is not None:
+        from threefold.cost.time.simulation import simulate_step  # numpy, which other reports do without
+
+        simulated = simulate_step(found.view.plan, jitter)
+        found = replace(found, view=replace(found.view, simulated=simulated, jitter=jitter))
     findings = [*found.findings, *(found.view.findings if found.view else ())]
     return Report(found.kind, found.name, report_page(found), tuple(findings))
 

@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", metavar="PLAN|RUN|TUNING", help="a plan file, or the folder of a run or a tuning")
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="of a plan: fields to override")
     parser.add_argument("--out", default="report.html", metavar="FILE", help="the page (default report.html)")
+    parser.add_argument(
+        "--jitter", type=float, metavar="X", help="also draw a simulated step, each pass off by X, such as 0.02"
+    )
     add_chip_file(parser)
     add_json(parser)
 
@@ -22,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if Path(args.subject).is_dir() and args.overrides:
         raise UsageError("the plan of a run or a tuning is as it ran: leave out overrides")
-    found = make_report(args.subject, args.overrides, args.chip_file)
+    try:
+        found = make_report(args.subject, args.overrides, args.chip_file, args.jitter)
+    except ValueError as error:
+        raise UsageError(f"--jitter: {error}") from None
     page, out = found.html.encode(), Path(args.out)
     if not is_written("report", args.out, lambda: write_aside(out, page)):
         return 1

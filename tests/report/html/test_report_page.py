@@ -283,3 +283,17 @@ def test_terms_of_a_step_begin_at_zero() -> None:
     assert len({box["x"] for box in rows}) == 1
     widths = [float(box["width"] or 0) for box in rows]
     assert widths == sorted(widths, reverse=True)
+
+
+def test_a_simulated_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page has the text of `estimate --jitter`, and a drawing; what is too large is refused by name."""
+    name, out = str(ROOT / "recipes" / "deepseek-v3-4k-256xgb200-mxfp8.toml"), tmp_path / "page.html"
+    code, _, err = command("report", name, "--jitter", "0.02", "--out", str(out), capsys=capsys)
+    assert code == 0, err
+    page = out.read_text()
+    check_sound(page)
+    assert page.count("Simulated step, its first pipeline") == 1
+    assert "each pass off by 2.0%" in page
+    code, _, err = command("report", name, "--jitter", "0.02", "job.global_batch=33554432", capsys=capsys)
+    assert code == 2
+    assert "--jitter" in err

@@ -40,7 +40,7 @@ _NAMES = {
 }
 
 
-def pipeline_figure(plan: Plan, found: PipelineTimeline) -> Markup:
+def pipeline_figure(plan: Plan, found: PipelineTimeline, title: str = "") -> Markup:
     ranks = list(range(len(found.ranks)))
     shown = ranks if len(ranks) <= MOST_ROWS else [*ranks[: MOST_ROWS // 2], *ranks[-MOST_ROWS // 2 :]]
     row = 26.0 if len(shown) <= 8 else 20.0
@@ -61,7 +61,7 @@ def pipeline_figure(plan: Plan, found: PipelineTimeline) -> Markup:
     keys = [(_CLASSES[kind], _NAMES[kind]) for kind in kinds]
     keys += [("idle", "idle")]
     return figure(
-        f"Pipeline schedule: {plan.layout.pipeline_schedule}",
+        title or f"Pipeline schedule: {plan.layout.pipeline_schedule}",
         _note(plan, found, len(shown)),
         drawing(
             bottom + 60,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from threefold.cost.estimate import Estimate, estimate
 from threefold.cost.time.pipeline_timeline import PipelineTimeline, pipeline_timeline
+from threefold.cost.time.simulation import Simulation
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding, in_order
@@ -21,6 +22,8 @@ class PlanView:
     estimate: Estimate | None = None
     timeline: PipelineTimeline | None = None
     traffic: Sequence[Transfer] = ()
+    simulated: Simulation | None = None
+    jitter: float = 0.0  # of the simulation's passes
 
 
 def view_plan(plan: Plan, before: Iterable[Finding] = ()) -> PlanView:

@@ -28,6 +28,7 @@ from threefold.report.html.pipeline_picture import pipeline_figure
 from threefold.report.html.plan_view import PlanView
 from threefold.report.html.run_pictures import load_table, profile_figure, router_figures, run_figures
 from threefold.report.html.tuning_picture import Tuning, number_pair, real_number, tuning_figures
+from threefold.report.simulation import simulation_text
 from threefold.units import format_bytes, format_many, format_number, format_tokens
 
 MOST_FACTS = 400  # rows of the contract; it may come from a stranger
@@ -194,6 +195,10 @@ def plan_sections(view: PlanView) -> Iterator[Section]:
     elif plan.layout.pp > 1:
         said = f"{plan.layout.pp} stages of {format_many(plan.layout.vpp, 'chunk')} have too many passes to draw."
         yield Section("pipeline", "Pipeline", tag("p", said, class_="note"))
+    if view.simulated is not None:
+        said = tag("pre", simulation_text(view.simulated, view.jitter), class_="note")
+        drawn = pipeline_figure(plan, view.simulated.timeline, "Simulated step, its first pipeline")
+        yield Section("simulation", "Simulated step", join([said, drawn]))
 
 
 def _traffic(ledger: Sequence[Transfer]) -> Markup:
