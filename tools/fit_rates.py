@@ -162,11 +162,13 @@ class Fit:
         start: np.ndarray | None = None,
         iterations: int = MOST_ITERATIONS,
         without: tuple[str, str] = ("chip", ""),
+        slopes: np.ndarray | None = None,
     ) -> np.ndarray:
         """The vector with the highest posterior, by the method of Gauss and Newton. Pairs that have the key `without`
-        are left out."""
+        are left out. `slopes` of all rows and pairs, `all_slopes`, are taken as they are near the start."""
         index = index[self.is_sound[index]]
-        pairs = [pair for pair in self.pairs if KEYS[without[0]](pair.row) != without[1]]
+        numbers = [i for i, pair in enumerate(self.pairs) if KEYS[without[0]](pair.row) != without[1]]
+        pairs = [self.pairs[i] for i in numbers]
         precision = np.linalg.inv(self._covariance(index, pairs))
         measured = np.concatenate([self.measured[index], [pair.measured for pair in pairs]])
 
@@ -176,7 +178,10 @@ class Fit:
         x = np.zeros(len(self.spread)) if start is None else start
         for _ in range(iterations):
             here = predict(x)
-            jacobian = np.stack([predict(x + step) - here for step in WIDTH * np.eye(len(x))], 1) / WIDTH
+            if slopes is None:
+                jacobian = np.stack([predict(x + step) - here for step in WIDTH * np.eye(len(x))], 1) / WIDTH
+            else:
+                jacobian = slopes[np.concatenate([index, len(self.rows) + np.array(numbers, int)])]
             normal = jacobian.T @ precision @ jacobian + np.diag(self.spread**-2)
             target = jacobian.T @ precision @ (measured - here + jacobian @ x)
             move = np.clip(np.linalg.solve(normal, target) - x, -LARGEST_MOVE, LARGEST_MOVE)
@@ -194,15 +199,27 @@ class Fit:
         found[rows:, rows:] = PAIRS_SPREAD**2 * (names[:, None] == names) + ROW_SPREAD**2 * np.eye(len(pairs))
         return found
 
+    def all_slopes(self, x: np.ndarray) -> np.ndarray:
+        """Derivatives of the prediction of every row, then of every pair."""
+        index = np.arange(len(self.rows))
+
+        def predict(x: np.ndarray) -> np.ndarray:
+            return np.concatenate([self.predict(x, index), self.predict_pairs(x, self.pairs)])
+
+        here = predict(x)
+        return np.stack([predict(x + step) - here for step in WIDTH * np.eye(len(x))], 1) / WIDTH
+
     def errors(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
         return np.exp(self.predict(x, index) - self.measured[index]) - 1
 
     def left_out(self, name: str, start: np.ndarray) -> np.ndarray:
         """The error of each row with rates that were fitted without all rows of its key."""
-        keys, found = self.keys(name), np.zeros(len(self.rows))
+        keys, found, slopes = self.keys(name), np.zeros(len(self.rows)), self.all_slopes(start)
         for key in sorted(set(keys)):
             out = np.flatnonzero(keys == key)
-            found[out] = self.errors(self.solve(np.flatnonzero(keys != key), start, 3, (name, key)), out)
+            found[out] = self.errors(
+                self.solve(np.flatnonzero(keys != key), start, MOST_ITERATIONS, (name, key), slopes), out
+            )
         return found
 
 
