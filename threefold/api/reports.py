@@ -40,9 +40,9 @@ def make_report(
 ) -> Report:
     """Draw a plan file, the folder of a run or that of a tuning on one page that needs nothing else.
 
-    `overrides` are changes of a plan file, such as "layout.ep=16"; `chip_file` is that of `estimate`. With `jitter`, the
-    deviation of each pass of a rank, a simulated step is drawn too. Raises findings where the subject cannot be read,
-    and ValueError where the plan is too large to be simulated.
+    `overrides` are changes of a plan file, such as "layout.ep=16"; `chip_file` is that of `estimate`. With `jitter`,
+    the deviation of each pass of a rank, a simulated step is drawn too. Raises findings where the subject cannot be
+    read, and ValueError where the plan is too large to be simulated.
     """
     found = _subject(str(subject), overrides, chip_file)
     if jitter is not None and found.view is not None and found.view.estimate is not None:

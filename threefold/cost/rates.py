@@ -62,8 +62,7 @@ class Rates:
     host_fp8: float = 1.5  # factor on launches, for those of quantization
     host_grace: float = 1.2  # factor on launches on a Grace core, against an x86 core
     host_graphed: float = 0.15  # fraction of launches that is left inside a captured scope
-    # Seconds in which kernels fill and drain the GPU, over those of their launches; in graphs as without: about 1 of 7 us.
-    ramp: float = 0.0
+    ramp: float = 0.0  # seconds in which kernels fill and drain the GPU, over those of their launches: about 1 of 7 us
     # Measured with our engine on an H200 (docs/log/graphs.md, 2026-11-18): how long the GPU waits until the replay of a
     # graph starts; and the gaps between kernels that a full_iteration graph closes, as a fraction of their launch time.
     replay_seconds: float = 17e-6

@@ -190,7 +190,7 @@ def _memory_knobs(row: Row, extra: Mapping[str, Any]) -> dict[str, Any]:
         "knobs.optimizer_dtype": moments,
         # The default of Megatron's precision-aware optimizer (its `OptimizerConfig`); master weights in fp16, which one
         # recipe asks for, take as many bytes.
-        "knobs.store_param_remainders": moments in ("bf16", "fp16") and row.get("precision") == "bf16" or None,
+        "knobs.store_param_remainders": (moments in ("bf16", "fp16") and row.get("precision") == "bf16") or None,
         "knobs.grad_dtype": _DTYPES.get(str(extra.get("main_grads_dtype")), grads),
         "knobs.tp_overlap": extra.get("tp_comm_overlap") if (row.get("tp") or 1) > 1 else None,
         "knobs.data_parallel": "fsdp" if row.get("fsdp") or extra.get("use_megatron_fsdp") else None,
