@@ -34,12 +34,12 @@ def test_a_row_gives_the_seconds_of_its_own_throughput() -> None:
 
 
 def test_equal_settings_are_predicted_as_measured() -> None:
-    """Releases of equal settings differ by 2.6 % on average (the floor of docs/log/estimate.md); 5 % of 20 % is 1 %."""
+    """Runs of equal settings share 93 % of their error (docs/log/estimate.md): 7 % of 20 % is 1.4 %."""
     plan = plan_of(QWEN)
     guess = estimate(plan)
     anchor = Anchor("run", plan, 1.2 * guess.time.step_seconds)
     found = anchored(guess, plan, anchor)
-    assert found.time.step_seconds == pytest.approx(anchor.seconds, rel=0.01)
+    assert found.time.step_seconds == pytest.approx(anchor.seconds, rel=0.014)
     assert sum(found.time.terms.values()) == pytest.approx(found.time.step_seconds)
     assert found.model_tflops_per_gpu * found.time.step_seconds == pytest.approx(
         guess.model_tflops_per_gpu * guess.time.step_seconds

@@ -54,10 +54,12 @@ def replay_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
 
 
 def ramp_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
-    """Seconds of a layer in which its kernels fill and drain the GPU, whoever launches them."""
+    """Seconds of a layer in which its kernels fill and drain the GPU, whoever launches them, without those of a
+    recompute, which are few."""
     if not rates.ramp:
         return 0.0
-    return rates.ramp * _eager_seconds(plan, layer, rates) / (rates.host_grace if plan.chip.is_rack_scale else 1.0)
+    launches = _eager_seconds(replace(plan, knobs=replace(plan.knobs, recompute=())), layer, rates)
+    return rates.ramp * launches / (rates.host_grace if plan.chip.is_rack_scale else 1.0)
 
 
 def _eager_seconds(plan: Plan, layer: Layer, rates: Rates) -> float:
