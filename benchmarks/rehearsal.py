@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from rehearsal_draw import accepted_plans
 from threefold.cost.memory.by_stack import memory
 from threefold.plan.parse import parse
 from threefold.plan.plan import Plan
+from threefold.plan.terms import MEMORY_TERMS
 from threefold.report.terminal import table
-from threefold.units import GIB
+from threefold.units import GIB, MIB
 
 RESULTS = Path(__file__).parent / "results"
 # Seeds whose misses were looked into: a check takes another one.
@@ -64,6 +65,7 @@ LOOKED_AT = (
     2611,
 )
 NUM_PROCESSES = 2
+TERM_FRACTION, TERM_BYTES = 0.05, 100 * MIB  # a term of an estimate may be off by the larger of the two
 
 
 def compare(fields: dict[str, Any]) -> dict[str, Any]:
@@ -90,6 +92,26 @@ def compare(fields: dict[str, Any]) -> dict[str, Any]:
         "rehearsed_at": seen.at,
         "estimated": guess.terms,
         "rehearsed": seen.terms,
+    }
+
+
+def terms_beyond(estimated: Mapping[str, float], rehearsed: Mapping[str, float]) -> list[str]:
+    """The terms of an estimate that are further off than a term may be."""
+    return [
+        name
+        for name in sorted({*estimated, *rehearsed})
+        if abs(estimated.get(name, 0.0) - rehearsed.get(name, 0.0))
+        > max(TERM_BYTES, TERM_FRACTION * rehearsed.get(name, 0.0))
+    ]
+
+
+def judge_terms(compared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """In how many plans each term is within its bound, and in how many every term is."""
+    beyond = [terms_beyond(found["estimated"], found["rehearsed"]) for found in compared]
+    return {
+        "every_term_within": sum(not names for names in beyond),
+        "of": len(beyond),
+        "within": {name: sum(name not in names for names in beyond) for name in MEMORY_TERMS},
     }
 
 
@@ -134,6 +156,9 @@ def estimate_against_rehearsal(count: int, seed: int, path: Path) -> int:
     print(f"\n{inside} of {len(errors)} within 3 %, {beyond} beyond 6 %; median {median:.1%}, worst {errors[-1]:.1%}")
     summary: dict[str, Any] = {"within_3_percent": inside, "beyond_6_percent": beyond, "of": len(errors)}
     summary |= {"median": median, "worst": errors[-1], "by_kind": errors_by_kind(kept)}
+    terms = summary["terms"] = judge_terms(kept)
+    print(f"every term within {TERM_FRACTION:.0%} or 100 MiB: {terms['every_term_within']} of {terms['of']} plans")
+    print("  " + ", ".join(f"{name} {count}" for name, count in terms["within"].items()))
     for kind, found in summary["by_kind"].items():
         print(f"  {kind}: {found['within_3_percent']} of {found['of']}, worst {found['worst']:.1%}")
     _write(path, {"seed": seed, "seeds_looked_at": LOOKED_AT, **summary, "plans": kept})

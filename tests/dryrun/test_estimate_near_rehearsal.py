@@ -8,6 +8,7 @@ from rehearsal_plans import GPU
 
 from threefold.cost.memory.by_stack import memory
 from threefold.dryrun.rehearse_rank import rehearse_rank
+from threefold.units import MIB
 
 COPIES = {"knobs.expert_balance": "replicate", "knobs.expert_copies": 2}
 NEAR = {
@@ -386,14 +387,32 @@ MENDED = {
 }  # fmt: skip
 
 
+# Of these each term is near too, but for what is named: inputs of delayed GEMMs are workspace in an estimate, Muon's
+# results and states on the host of FSDP are counted together, and a step that nearly is the peak has other terms.
+TERMS_BEYOND = {
+    "mla": {"mlp", "workspace"},
+    "an output layer in FP8 over ranks": {"workspace"},
+    "weights that wait": {"dispatch", "workspace"},
+    "muon on one GPU": {"workspace"},
+    "muon with remainders of masters": {"workspace"},
+    "all rows that a capacity can hold": {"dispatch", "experts", "gradients", "workspace"},
+    "recomputed mamba layers": {"attention", "recompute", "workspace"},
+    "optimizer states of FSDP on the host": {"optimizer"},
+    "latents round a ring": {"recompute", "workspace"},
+    "latents of the whole sequence": {"recompute", "workspace"},
+    "expanded heads": {"recompute", "workspace"},
+}
+
+
 @pytest.mark.parametrize("name", NEAR)
 def test_estimate_is_near_the_rehearsal(name: str) -> None:
-    is_near({**GPU, "job.global_batch": 4096, **NEAR[name]})
+    beyond = is_near({**GPU, "job.global_batch": 4096, **NEAR[name]})
+    assert beyond <= TERMS_BEYOND.get(name, set())
 
 
 @pytest.mark.parametrize("name", OVER_RANKS)
 def test_estimate_is_near_the_rehearsal_over_context_parallel_ranks(name: str) -> None:
-    is_near({**GPU, **OVER_RANKS[name]})
+    assert is_near({**GPU, **OVER_RANKS[name]}) <= TERMS_BEYOND.get(name, set())
 
 
 @pytest.mark.parametrize(
@@ -409,9 +428,15 @@ def test_estimate_is_near_the_rehearsal_elsewhere(name: str) -> None:
     is_near({**GPU, "job.global_batch": 4096, **ALSO_NEAR[name]})
 
 
-def is_near(fields: dict[str, Any]) -> None:
-    """3 %: the bound of docs/log/rehearsal.md; benchmarks/rehearsal.py has two hundred plans."""
-    plan = build(fields)
+def is_near(fields: dict[str, Any]) -> set[str]:
+    """The terms that are further off than 5 % or 100 MiB, of a peak within 3 %: the bounds of docs/log/rehearsal.md;
+    benchmarks/rehearsal.py has two hundred plans."""
+    plan, beyond = build(fields), set[str]()
     for stage in {0, plan.layout.pp - 1}:
-        seen = rehearse_rank(plan, stage * plan.layout.stride("pp"))
-        assert memory(plan).stages[stage].peak_bytes == pytest.approx(seen.peak_bytes, rel=0.03)
+        seen, guess = rehearse_rank(plan, stage * plan.layout.stride("pp")), memory(plan).stages[stage]
+        assert guess.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.03)
+        for name in {*seen.terms, *guess.terms}:
+            rehearsed = seen.terms.get(name, 0)
+            if guess.terms.get(name, 0.0) != pytest.approx(rehearsed, rel=0.05, abs=100 * MIB):
+                beyond.add(name)
+    return beyond

@@ -34,6 +34,7 @@ from threefold.dryrun.tracking.memory_terms import (
     label_quantized_weights,
     label_states,
     label_static_copies,
+    messages_labeled,
     moe_layer_paths,
     term_of,
 )
@@ -157,6 +158,7 @@ def rehearse_rank(
         tracker,
         origins.module_hooks(),
         moved.watch_kernels(),
+        messages_labeled(tracker),
     ):
         with observe_collectives(ledger.record_call):
             mesh = Mesh(reduced.layout, rank, META)

@@ -9,8 +9,8 @@ sequence number at which each module starts and ends, and looks up the node's nu
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,9 +19,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from threefold.engine.models.decoder import Block
+from threefold.engine.moe.experts import Experts
 from threefold.engine.moe.layer import MoeLayer
 from threefold.engine.schedule.microbatch_runners import ChunkForward
 
+# What the model does itself, between its parts, belongs to one of them: features of pictures are put at their tokens,
+# and added to the residual stream. By the part that ended last.
+_BY_MODEL = {"embed": "embed", "vision": "embed", "projector": "embed", "layers": "layers"}
 _MAX_SEQUENCE_NUMBER = 2**63  # nodes that accumulate into `.grad` have numbers from here on and belong to no module
 
 
@@ -50,6 +55,7 @@ class OriginTracker:
         # The parent of the module that ended last. The overlapped schedule calls the parts of a layer directly, so
         # work between two of its parts belongs to the layer although the layer's own forward never starts.
         self._parent_of_last = ""
+        self._last_top = ""  # the part of the model that ended last, such as "embed" or "layers"
         self._microbatch: int | None = None
         self._made: dict[tuple[str, str, int | None], Origin] = {}
         # `_owners[i]` (module path, microbatch) creates the graph nodes numbered from `_first_numbers[i]` on.
@@ -74,7 +80,10 @@ class OriginTracker:
         """The fields of the current origin."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return self.phase, self._stack[-1] if self._stack else self._parent_of_last, self._microbatch
+            module = self._stack[-1] if self._stack else self._parent_of_last
+            if not module and self.phase == "forward" and self._last_top in _BY_MODEL:
+                module = _BY_MODEL[self._last_top]
+            return self.phase, module, self._microbatch
         if self._stack:
             return "recompute", self._stack[-1], self._last_owner[1]
         number = node._sequence_nr()
@@ -99,18 +108,23 @@ class OriginTracker:
         before = register_module_forward_pre_hook(self._enter)
         # The hook must also run after an exception, because a recompute stops early by raising one.
         after = register_module_forward_hook(self._leave, always_call=True)
-        compute_routed = MoeLayer.compute_routed
 
-        def tracked(layer: MoeLayer, *args: Any) -> Any:
-            """A CUDA graph of the router calls this method of the layer, and not its forward."""
-            self._enter(layer, args)
-            try:
-                return compute_routed(layer, *args)
-            finally:
-                self._leave(layer, args, True)
+        def tracked(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(module: nn.Module, *args: Any) -> Any:
+                self._enter(module, args)
+                try:
+                    return method(module, *args)
+                finally:
+                    self._leave(module, args, True)
 
+            return call
+
+        # A CUDA graph of the router, fused experts that read tokens by index, and EP overlap call these and no forward.
+        called = ((MoeLayer, "compute_routed"), (Experts, "forward_tokens"), (Block, "add_output"))
         try:
-            with mock.patch.object(MoeLayer, "compute_routed", tracked):
+            with ExitStack() as patches:
+                for kind, name in called:
+                    patches.enter_context(mock.patch.object(kind, name, tracked(getattr(kind, name))))
                 yield
         finally:
             before.remove()
@@ -132,6 +146,7 @@ class OriginTracker:
         if module in self._paths and self._stack:
             left = self._stack.pop()
             parent = left.rpartition(".")[0]
+            self._last_top = left.partition(".")[0]
             self._parent_of_last = "" if parent in ("layers", "mtp") or left.endswith(".norm") else parent
             self._record_owner()
 

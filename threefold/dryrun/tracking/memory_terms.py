@@ -6,8 +6,10 @@ those of `plan/terms.py`, so that a rehearsal and an estimate can be compared te
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +22,7 @@ from threefold.engine.precision.low_precision_experts import LowPrecisionExperts
 from threefold.engine.precision.low_precision_linear import LinearPrecision
 from threefold.engine.precision.weight_cache import WeightCache
 from threefold.engine.schedule.microbatch_runners import Overlapped, Pipelined, Sequential
+from threefold.engine.schedule.p2p import P2PChannel
 from threefold.plan.terms import MEMORY_TERMS
 
 # Part of a module path -> term. The first match counts, so the more specific parts come first.
@@ -41,15 +44,16 @@ _TERM_OF_PATH = (
 def term_of(allocation: Allocation, moe_layers: set[str], has_loss: bool = True) -> str:
     """The term of one allocation.
 
-    A tensor that the forward makes and that is still live is an activation of its module; a tensor that the backward or
-    the optimizer makes is workspace. `moe_layers` are the paths that `moe_layer_paths` returns.
+    A tensor that the forward makes and saves for the backward is an activation of its module; a tensor that the forward
+    frees again, or that the backward or the optimizer makes, is workspace. `moe_layers` are the paths that
+    `moe_layer_paths` returns.
     """
     if allocation.term is not None:
         return allocation.term
     origin = allocation.origin
     if origin.phase == "recompute":
         return "recompute"
-    if origin.phase not in ("forward", "batch"):
+    if origin.phase not in ("forward", "batch") or allocation.is_transient:
         return "workspace"
     path = f".{origin.module}"
     for part, term in _TERM_OF_PATH:
@@ -58,7 +62,7 @@ def term_of(allocation: Allocation, moe_layers: set[str], has_loss: bool = True)
                 return term
             # An MoE layer allocates outside of its router and experts only to dispatch tokens and to combine results.
             return "dispatch" if path[: path.index(part) + len(part)] in moe_layers else "mlp"
-    if ".layers." in path or path.endswith(".norm") or ".mtp." in path:
+    if ".layers" in path or path.endswith(".norm") or ".mtp." in path:
         return "norms"  # the residual stream
     if origin.phase == "batch":
         return "embedding"
@@ -99,6 +103,27 @@ def label_states(tracker: MemoryTracker, parts: Parts) -> None:
     # Last, because a weight that is its own fp32 master weight is also listed among the optimizer's states.
     for owned in parts.data.updated:
         tracker.label(owned.value, "weights", owned.name)
+
+
+@contextmanager
+def messages_labeled(tracker: MemoryTracker) -> Iterator[None]:
+    """Label the messages of the pipeline: what it sends, wherever that was made, is workspace until it has left; hidden
+    states that arrive become the input of a norm."""
+    send, receive = P2PChannel.send, P2PChannel.receive
+
+    def labeled(channel: P2PChannel, x: Tensor) -> None:
+        allocation = tracker.allocation(x)
+        if channel.is_remote and allocation is not None and allocation.term is None:
+            allocation.term, allocation.name = "workspace", "message to another stage"
+        send(channel, x)
+
+    def received(channel: P2PChannel, microbatch: int) -> None:
+        receive(channel, microbatch)
+        term = "norms" if channel.description.startswith("activation") else "workspace"
+        tracker.label(channel._received[microbatch][1], term, f"received {channel.description}")
+
+    with mock.patch.multiple(P2PChannel, send=labeled, receive=received):
+        yield
 
 
 def label_gradients(tracker: MemoryTracker, parts: Parts) -> None:

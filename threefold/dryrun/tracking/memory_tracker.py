@@ -24,13 +24,14 @@ _GET_DEVICE = torch.ops.prim.device.default
 class Allocation:
     """One storage: its size now, its origin and, once it is labeled, its memory term and the name of its tensor."""
 
-    __slots__ = ("dtype", "name", "num_bytes", "operation", "origin", "pool", "shape", "term")
+    __slots__ = ("dtype", "is_transient", "name", "num_bytes", "operation", "origin", "pool", "shape", "term")
 
     def __init__(self, num_bytes: int, origin: Origin, operation: Any, shape: tuple[int, ...], dtype: Any) -> None:
         self.num_bytes, self.origin, self.operation = num_bytes, origin, operation
         self.shape, self.dtype = shape, dtype
         self.term: str | None = None
         self.name = ""
+        self.is_transient = False  # whether the forward that made it has freed it too
         self.pool: GraphPool | None = None  # None: the common memory, to which freed memory returns
 
     @property
@@ -194,6 +195,8 @@ class MemoryTracker(TorchDispatchMode):
 
         def on_free(_: Any) -> None:
             self.live.pop(key, None)
+            now, made = self.origins.current(), allocation.origin
+            allocation.is_transient = made.phase == "forward" == now.phase and made.microbatch == now.microbatch
             self._record(allocation, -allocation.num_bytes)
 
         self.live[key] = allocation, weakref.ref(storage, on_free)

@@ -16,6 +16,7 @@ from threefold.cost.memory.threefold.activations import (
     late_recomputed_bytes,
     layer_activations,
     recomputed_activations,
+    shared_expert_bytes,
 )
 from threefold.cost.memory.threefold.delayed_wgrad import (
     NO_WGRAD,
@@ -35,10 +36,15 @@ from threefold.cost.memory.threefold.graphs.pools import outside_transients
 from threefold.cost.memory.threefold.local_sizes import LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import NOTHING_OFFLOADED, OffloadedActivations
 from threefold.cost.memory.threefold.peak_points import NO_LAYER, LayerPosition, PeakPoint
-from threefold.cost.memory.threefold.timelines.moe_backward import early_grad_rows, moe_backward_steps
+from threefold.cost.memory.threefold.timelines.moe_backward import (
+    early_grad_rows,
+    moe_backward_steps,
+    recomputed_activation_bytes,
+)
 from threefold.cost.memory.threefold.transients import (
     ffn_backward_transients,
     forward_transients,
+    freed_product_bytes,
     mixer_backward_transients,
     shared_backward_transients,
 )
@@ -193,7 +199,7 @@ def layer_points(
     freed = add_terms([position.freed(tables.saved), _freed_at_ends(tables.local, chunk, position)])
     local = for_layer(tables.local, layer)
     together = _recomputed_before(local, chunk, position)
-    added = _added_at_layer(local, layer, sizes)
+    added = _added_at_layer(local, layer, sizes, tables.saved.get(layer, {}))
     points = []
     if local.plan.knobs.data_parallel != "zero1":
         # A previous layer that was recomputed together with this one is gathered already.
@@ -230,7 +236,7 @@ def layer_points(
     back = _back_from_host(local, chunk, position, tables.offloaded, sizes.ffn_backward)
     for number, point in enumerate(points):
         if point.pass_name == "forward":
-            point.added["embedding"] = point.added.get("embedding", 0.0) + features.in_forward
+            point.added["workspace"] = point.added.get("workspace", 0.0) + features.in_forward
         if point.pass_name == "backward":
             experts_of = layer if point.name == "a mixer's backward" else NO_LAYER
             reduced = reduced_shard_bytes(local, chunk, position.later_layers, experts_of)
@@ -266,12 +272,26 @@ def _tied_gradient(local: LocalSizes, chunk: Chunk, position: LayerPosition) -> 
     return local.element_bytes * local.model.vocab / local.tp * local.model.dim
 
 
-def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> dict[str, Terms]:
+def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients, saved: Terms) -> dict[str, Terms]:
     """Bytes on top of saved activations at the points of a layer, by the point's name."""
     added: dict[str, Terms] = {
-        "a forward": {"dispatch" if layer.ffn == "moe" else "mlp": sizes.forward},
+        "a forward": {"workspace": sizes.forward},
         "a backward": {"workspace": max(sizes.ffn_backward.values()), "recompute": sizes.ffn_recomputed},
     }
+    if layer.ffn == "dense":
+        product = min(freed_product_bytes(local), saved.get("mlp", 0.0))
+        added["a backward"]["workspace"] += product
+        added["a backward"]["mlp"] = -product
+    if layer.ffn == "moe":
+        # An activation that is recomputed by itself is a tensor of the experts' backward. Shared experts that run last
+        # have had theirs before it.
+        moved = min(sizes.ffn_recomputed, recomputed_activation_bytes(local))
+        is_before = not local.plan.knobs.shared_expert_overlap and _routed_have_gradients(local, layer)
+        gone = shared_expert_bytes(local.without_recompute) * local.expert_chunk_fraction * is_before
+        saved_there = min(gone, saved.get("shared_experts", 0.0))
+        added["a backward"]["recompute"] -= moved + gone - saved_there
+        added["a backward"]["workspace"] += moved + gone
+        added["a backward"]["shared_experts"] = -saved_there
     if layer.ffn == "moe" and local.recompute & {"moe", "full"}:
         row = local.residual_bytes
         added["a second forward"] = {"workspace": row + early_grad_rows(local), "recompute": sizes.second_forward}
@@ -283,6 +303,10 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients) -> 
         made = sizes.ffn_recomputed + product + row * local.gathered_tokens * local.mlp_chunk_fraction
         gradients = row * (local.tokens + (local.gathered_tokens if local.gathers_sequence else 0))
         added["a second forward"] = {"workspace": gradients, "recompute": made}
+    if _recomputes_norm_first(local, layer) and "full" not in local.recompute:  # its output is where it was
+        row = min(local.element_bytes * local.model.dim * local.tokens, added["a backward"]["recompute"])
+        added["a backward"]["recompute"] -= row
+        added["a backward"]["norms"] = row
     if layer.mixer != "none":
         added["a mixer's backward"] = {"workspace": sizes.mixer_backward, "recompute": sizes.mixer_recomputed}
     return added

@@ -11,7 +11,7 @@ Mirrors `engine/schedule/microbatch_runners.py`, `engine/models/inputs.py`, `eng
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from threefold.cost.memory.stage_memory import StagePeak, Terms, layer_kinds
+from threefold.cost.memory.stage_memory import StagePeak, Terms, add_terms, layer_kinds
 from threefold.cost.memory.threefold.activations import layer_activations
 from threefold.cost.memory.threefold.graphs.pools import (
     WHOLE,
@@ -23,7 +23,7 @@ from threefold.cost.memory.threefold.graphs.pools import (
 from threefold.cost.memory.threefold.local_sizes import FP32, INT64, LocalSizes, for_layer
 from threefold.cost.memory.threefold.offloaded import OffloadedActivations, offloaded_activations
 from threefold.cost.memory.threefold.overlap_peak import OverlapPeakFinder
-from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder
+from threefold.cost.memory.threefold.peak import LIBRARY_BYTES, PeakFinder, without_negative
 from threefold.cost.memory.threefold.states import state_terms
 from threefold.cost.memory.threefold.timelines.pipeline_buffers import PipelineBuffers
 from threefold.cost.memory.threefold.transients import optimizer_transients
@@ -134,9 +134,8 @@ def _overlap_peak(finder: OverlapPeakFinder, stage: int, contents: StageContents
     add_vision(plan, contents, terms, peak.pair.in_flight)
     terms["gradients"] -= peak.missing_gradients
     terms["graphs"] = graph_bytes
-    libraries = terms["workspace"] = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
-    name = "logits" if moment.startswith("the loss") else "workspace"  # as a rehearsal names them
-    terms[name] = terms.get(name, 0.0) + peak.above
+    libraries = LIBRARY_BYTES if plan.chip.architecture != "cpu" else 0.0
+    terms = without_negative(add_terms([terms, peak.above, {"workspace": libraries}]))
     after = state_terms(plan, contents) | {"workspace": libraries}
     after["graphs"] = graph_bytes
     after["workspace"] += optimizer_transients(finder.local, contents)
@@ -181,7 +180,7 @@ def add_stage_activations(
         if chunk.embedding:
             terms["embedding"] += 2 * INT64 * local.gathered_tokens * count
     num_buffers = PipelineBuffers(plan, stage, contents).count(in_flight, finished)
-    terms["norms"] = terms.get("norms", 0.0) + num_buffers * local.residual_bytes
+    terms["workspace"] = terms.get("workspace", 0.0) + num_buffers * local.residual_bytes
     step_tokens = plan.job.micro_batch * plan.job.seq_len
     terms["embedding"] = terms.get("embedding", 0.0) + 2 * INT64 * step_tokens * max(1, plan.num_microbatches)
 

@@ -9,11 +9,11 @@ Mirrors `engine/schedule/overlappable_pass.py`, `engine/schedule/interleave.py`,
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from operator import mul
+from operator import itemgetter, mul
 
-from threefold.cost.memory.stage_memory import Terms
+from threefold.cost.memory.stage_memory import Terms, add_terms
 from threefold.cost.memory.threefold.activations import layer_activations, recomputed_activations
 from threefold.cost.memory.threefold.delayed_wgrad import (
     NO_WGRAD,
@@ -62,6 +62,8 @@ class Segment:
 
     peak: float = 0.0  # the most bytes above its start
     change: float = 0.0  # bytes at its end above its start
+    saved: Terms = field(default_factory=dict)  # activations among those bytes, by term; negative where they are freed
+    held: Terms = field(default_factory=dict)  # activations among the bytes of its peak
     exchange: float = 0.0  # bytes of the exchange that is in flight after it
     delayed_wgrad: float = 0.0  # bytes kept for weight gradients until the forward waits for counts or stops
     name: str = MERGED_PASS
@@ -78,7 +80,7 @@ class OverlapPeakFinder:
         self.plan, self.local, self.saved = plan, LocalSizes(plan, skew), saved
         self.recomputed = {layer: _recomputed_halves(self.local, layer, saved[layer]) for layer in saved}
         self._passes: dict[object, ChunkPasses] = {}
-        self._peaks: dict[object, tuple[float, str]] = {}
+        self._peaks: dict[object, PairPeak] = {}
 
     def find(self, stage: int, contents: StageContents, gradients: float) -> "OverlapPeak":
         """The highest peak of a stage with so many bytes of gradients."""
@@ -107,7 +109,8 @@ class OverlapPeakFinder:
         for pair in stage_overlap_pairs(self.plan, stage):
             forward = None if pair.forward_chunk is None else kinds[pair.forward_chunk]
             to_come = [NO_GRADIENTS if done else each for each, done in zip(late, pair.finished, strict=True)]
-            above, name = self._pair_peak(kinds[pair.backward_chunk], forward, to_come[pair.backward_chunk])
+            peak = self._pair_peak(kinds[pair.backward_chunk], forward, to_come[pair.backward_chunk])
+            above = peak.num_bytes
             if any(roots):
                 # From its first forward to the end of its backward a chunk's root stays gathered.
                 used = [count or number == pair.forward_chunk for number, count in enumerate(pair.in_flight)]
@@ -116,7 +119,7 @@ class OverlapPeakFinder:
             above += sum(map(mul, pair.pending_wgrad, wgrad))
             held = sum(map(mul, pair.in_flight, sizes)) + row * buffers.count(pair.in_flight, pair.finished)
             if best is None or held + above - missing > best[0]:
-                best = held + above - missing, OverlapPeak(pair, above, missing, name)
+                best = held + above - missing, OverlapPeak(pair, peak.named(above), missing, peak.name)
         assert best is not None
         return best[1]
 
@@ -125,24 +128,24 @@ class OverlapPeakFinder:
             vision = vision_saved_bytes(self.plan) if chunk.embedding else 0.0
             features = chunk_features(self.plan, chunk)
             received = features.num_received * features.row
-            alone, name = _forward_alone(self.local, chunk)
+            alone = _forward_alone(self.local, chunk)
             self._passes[kind] = ChunkPasses(
                 _chunk_activations(self.local, chunk, self.saved) + vision + received,
                 _with_features([*_forward_segments(self.local, chunk, self.saved)], features, vision),
                 _with_feature_gradients(
                     [*_backward_segments(self.local, chunk, self.saved, self.recomputed)], features, vision
                 ),
-                (alone + features.in_forward, name),
+                replace(alone, num_bytes=alone.num_bytes + features.in_forward),
             )
         return self._passes[kind]
 
-    def _pair_peak(self, backward: object, forward: object | None, late: "LateGradients") -> tuple[float, str]:
+    def _pair_peak(self, backward: object, forward: object | None, late: "LateGradients") -> "PairPeak":
         """The peak of a backward through one kind of chunk beside a forward through another, or alone."""
         key = backward, forward, late
         if key not in self._peaks:
             passes = self._passes[backward]
             if forward is None:
-                peak = max(_alternate(passes.backward, [], late), passes.forward_alone)
+                peak = max(_alternate(passes.backward, [], late), passes.forward_alone, key=_size)
             else:
                 peak = _alternate(passes.backward, self._passes[forward].forward, late)
             self._peaks[key] = peak
@@ -150,11 +153,28 @@ class OverlapPeakFinder:
 
 
 @dataclass(frozen=True, slots=True)
+class PairPeak:
+    """The peak of a pair of passes above what both hold at their start."""
+
+    num_bytes: float
+    name: str
+    terms: Terms = field(default_factory=dict)  # activations and gradients among the bytes
+
+    def named(self, num_bytes: float) -> Terms:
+        """So many bytes by term; what is neither an activation nor a gradient is workspace."""
+        return add_terms([self.terms, {"workspace": num_bytes - sum(self.terms.values())}])
+
+
+def _size(peak: PairPeak) -> float:
+    return peak.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapPeak:
     """The highest peak of a stage: its pair, its bytes above the microbatches in flight, and its name."""
 
     pair: OverlapPair
-    above: float  # with the late gradients that the backward has made by then
+    above: Terms  # with the late gradients that the backward has made by then
     missing_gradients: float  # bytes of late gradients that did not exist before the pair
     name: str
 
@@ -178,7 +198,7 @@ class ChunkPasses:
     saved_bytes: float
     forward: Sequence[Segment]
     backward: Sequence[Segment]
-    forward_alone: tuple[float, str]
+    forward_alone: PairPeak
 
 
 def _with_features(segments: Sequence[Segment], features: PlacedFeatures, vision: float) -> list[Segment]:
@@ -186,8 +206,10 @@ def _with_features(segments: Sequence[Segment], features: PlacedFeatures, vision
     `vision` is saved; the features are held until the layers are through."""
     first, *rest = segments or [Segment()]
     held = features.in_forward
-    peak = vision + max(first.peak + held, features.while_placing)
-    *others, last = [replace(first, peak=peak, change=first.change + vision + held), *rest]
+    peak, named = vision + max(first.peak + held, features.while_placing), {"vision": vision}
+    saved, at_peak = add_terms([first.saved, named]), add_terms([first.held, named])
+    first = replace(first, peak=peak, change=first.change + vision + held, saved=saved, held=at_peak)
+    *others, last = [first, *rest]
     return [*others, replace(last, change=last.change - held)]
 
 
@@ -195,34 +217,44 @@ def _with_feature_gradients(segments: Sequence[Segment], features: PlacedFeature
     """The segments of a backward with pictures: the gradients of their features come last, and free what was saved."""
     *others, last = segments or [Segment()]
     peak = max(last.peak + features.gradients(0), last.change + features.backward)
-    return [*others, replace(last, peak=peak, change=last.change - vision)]
+    saved = add_terms([last.saved, {"vision": -vision}])
+    return [*others, replace(last, peak=peak, change=last.change - vision, saved=saved)]
 
 
-def _alternate(
-    backward: Sequence[Segment], forward: Sequence[Segment], late: LateGradients = NO_GRADIENTS
-) -> tuple[float, str]:
-    """The peak of two passes in alternation, above what both hold at their start, and its name."""
-    exchanges, wgrad, level, most, made = [0.0, 0.0], 0.0, 0.0, (0.0, ""), 0.0
-    for segments in zip_longest(backward, forward, fillvalue=Segment(done_fraction=1.0)):
-        for index, segment in enumerate(segments):
-            peak = segment.peak + wgrad
-            if segment.peak_before_counts is not None:
-                peak = max(segment.peak, segment.peak_before_counts + wgrad)
-            most = max(most, (level + made + exchanges[1 - index] + peak, segment.name))
-            level, exchanges[index] = level + segment.change, segment.exchange
-            wgrad = 0.0 if index else segment.delayed_wgrad
-            if not index:
-                made = late.head + late.body * segment.done_fraction
-                made += 0.0 if late.are_reduced_shards else segment.reduced_shards
-    return most
+_OVER = Segment(done_fraction=1.0)
 
 
-def _forward_alone(local: LocalSizes, chunk: Chunk) -> tuple[float, str]:
+def _alternate(backward: Sequence[Segment], forward: Sequence[Segment], late: LateGradients = NO_GRADIENTS) -> PairPeak:
+    """The peak of two passes in alternation, above what both hold at their start."""
+    exchanges, wgrad, level, gradients, shards = [0.0, 0.0], 0.0, 0.0, 0.0, 0.0
+    most, number_at_peak, gradients_at_peak = (0.0, ""), 0, 0.0
+    order = [one for both in zip_longest(backward, forward, fillvalue=_OVER) for one in both]
+    for number, segment in enumerate(order):
+        index = number % 2
+        peak = segment.peak + wgrad
+        if segment.peak_before_counts is not None:
+            peak = max(segment.peak, segment.peak_before_counts + wgrad)
+        here = level + gradients + shards + exchanges[1 - index] + peak, segment.name
+        if here > most:
+            most, number_at_peak, gradients_at_peak = here, number, gradients
+        level, exchanges[index] = level + segment.change, segment.exchange
+        wgrad = 0.0 if index else segment.delayed_wgrad
+        if not index:
+            gradients = late.head + late.body * segment.done_fraction
+            shards = 0.0 if late.are_reduced_shards else segment.reduced_shards
+    if not order:
+        return PairPeak(*most)
+    activations = [segment.saved for segment in order[:number_at_peak]] + [order[number_at_peak].held]
+    return PairPeak(*most, add_terms([*activations, {"gradients": gradients_at_peak}]))
+
+
+def _forward_alone(local: LocalSizes, chunk: Chunk) -> PairPeak:
     """Bytes at the end of a forward that runs without a backward."""
     most = max(forward_transients(local, layer) for layer in chunk_layers(local.plan, chunk) or [NO_LAYER])
     if num_heads := (1 + local.plan.mtp) * chunk.loss:
-        return max((most, "a forward"), (loss_transients(local, num_heads).peak, "the loss"))
-    return most, "a forward"
+        loss = loss_transients(local, num_heads)
+        return max(PairPeak(most, "a forward"), PairPeak(loss.peak, "the loss", {"logits": loss.held}), key=_size)
+    return PairPeak(most, "a forward")
 
 
 def _chunk_activations(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> float:
@@ -235,29 +267,38 @@ def _chunk_activations(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> 
 
 def _forward_segments(local: LocalSizes, chunk: Chunk, saved: SavedByLayer) -> Iterator[Segment]:
     row, peak, change = local.element_bytes * local.model.dim * local.tokens, 0.0, 0.0
-    exchange = exchange_bytes(local) if local.model.moe else NO_EXCHANGE
+    exchange, made = exchange_bytes(local) if local.model.moe else NO_EXCHANGE, list[Terms]()
     for layer in chunk_layers(local.plan, chunk):
         units, (first, second) = gathered_bytes(local, chunk, layer), _halves(saved[layer])
+        of_first, of_second = _half_terms(saved[layer])
+        made.append(of_first)
         # Weights are gathered into one buffer and copied out of it; the buffer is freed with them, after their use.
         gathered = 2 * units.layer
         change += first
         if layer.ffn == "moe":
             before_counts, dispatch = max(peak, change + row + gathered), change + exchange.dispatch_start
-            yield Segment(max(before_counts, dispatch), change, exchange.dispatch, peak_before_counts=before_counts)
+            named, made = add_terms(made), []
+            yield Segment(
+                max(before_counts, dispatch), change, named, named, exchange.dispatch, peak_before_counts=before_counts
+            )
             weights = 2 * units.experts + units.quantized_experts
             peak_bytes = max(overlapped_experts_peak(local, weights), exchange.dispatch + second + gathered)
             shared = row if second > saved[layer].get("dispatch", 0.0) + saved[layer].get("experts", 0.0) else 0.0
-            yield Segment(peak_bytes, second, exchange.combine + shared)
+            yield Segment(peak_bytes, second, of_second, of_second, exchange.combine + shared)
             peak, change = exchange.combine + shared + row, 0.0
         else:
             change += second
+            made.append(of_second)
             peak = max(peak, change + forward_transients(local, layer) + gathered)
     name, num_heads = MERGED_PASS, (1 + local.plan.mtp) * chunk.loss
     if num_heads:
         loss = loss_transients(local, num_heads)
         name = "the loss" if change + loss.peak >= peak else name
         peak, change = max(peak, change + loss.peak), change + loss.saved
-    yield Segment(max(peak, change), change, name=name)
+        made.append({"logits": loss.held})
+    at_peak = add_terms(made)
+    named = at_peak | ({"logits": loss.saved} if num_heads else {})
+    yield Segment(max(peak, change), change, named, at_peak, name=name)
 
 
 def _backward_segments(
@@ -265,6 +306,7 @@ def _backward_segments(
 ) -> Iterator[Segment]:
     """`recomputed` is what each layer makes again, before its first stop and after it."""
     name, peak, change, wgrad = MERGED_PASS, 0.0, 0.0, 0.0
+    released, held_then = list[Terms](), Terms()  # since the last stop; and at the highest peak since then
     row = local.element_bytes * local.model.dim * local.tokens  # the residual stream's gradient, which is always there
     exchange = exchange_bytes(local) if local.model.moe else NO_EXCHANGE
     table = local.element_bytes * local.model.vocab / local.tp * local.model.dim * ("head" in local.saved_inputs)
@@ -280,30 +322,37 @@ def _backward_segments(
     prefetched = prefetched_bytes(local, chunk, len(layers)) if num_heads else 0.0
     for number, layer in reversed([*enumerate(layers)]):
         units, (first, second) = gathered_bytes(local, chunk, layer), _halves(saved[layer])
+        of_layer = _negative(saved[layer])
         gathered, (first_made, second_made) = units.layer, recomputed[layer]
         delayed = delayed_wgrad_bytes(local, layer) if delays else NO_WGRAD
         if layer.ffn == "moe":
             started, traveling = exchange.grads_start + row, exchange.grads_to_experts + row
             after = traveling + reducing + prefetched
             done = (len(layers) - number - 1) / len(layers)
-            peak = max(peak, change + started)
-            yield Segment(peak, change, after, wgrad, name, done_fraction=done, reduced_shards=shards)
+            named = add_terms(released)
+            peak, held_then = max((peak, held_then), (change + started, named), key=itemgetter(0))
+            yield Segment(peak, change, named, held_then, after, wgrad, name, done_fraction=done, reduced_shards=shards)
             shared = saved[layer].get("shared_experts", 0.0)  # their backward comes while the rows' gradients travel
             second -= shared
+            of_experts = {each: of_layer.pop(each) for each in ("dispatch", "experts") if each in of_layer}
             experts = _expert_backward(local, layer, saved[layer], delays) + second_made
             transient = max(experts, traveling + units.experts) + units.experts + units.quantized_experts
             reduction = units.experts_reduced + units.expert_grads - second
             in_flight = exchange.grads_back + row + units.experts_reduced + held
             peak = max(transient, reduction) + reducing + gathered
             after = shards + units.experts_shard
-            yield Segment(peak, -second, in_flight, done_fraction=done + 0.5 / len(layers), reduced_shards=after)
-            name, change = MERGED_PASS, -first - shared
+            done += 0.5 / len(layers)
+            yield Segment(peak, -second, of_experts, {}, in_flight, done_fraction=done, reduced_shards=after)
+            name, change, released = MERGED_PASS, -first - shared, [of_layer]
             shards += units.experts_shard
             prefetched = prefetched_bytes(local, chunk, number)
             mixer = _mixer_backward(local, layer, delayed) + first_made - shared
             # Before that shared experts have their backward, and the next unit's shards are cast to be gathered.
             before = max(shared_backward_transients(local), prefetched_bytes(local, chunk, number, shards_only=True))
             before += exchange.grads_back + row
+            # By then the router, and the norm before it, have had their backward.
+            router = {"router": of_layer.get("router", 0.0), "norms": of_layer.get("norms", 0.0) / 2}
+            held_then = router | {"shared_experts": -shared} if mixer > before else {}
             peak = max(mixer, before) + gathered + units.experts_reduced + prefetched + held
             wgrad = delayed.mixer + delayed.dense
         else:
@@ -312,13 +361,18 @@ def _backward_segments(
             freed = layer_activations(local.without_recompute, layer).get("mlp", 0.0) * local.mlp_chunk_fraction
             mixer = _mixer_backward(local, layer, delayed) - freed - saved[layer].get("norms", 0.0) / 2
             most = max(ffn_backward_transients(local, layer) + second_made, mixer)
-            peak = max(peak, change + wgrad + most + first_made + gathered + prefetched + reducing)
+            here = change + wgrad + most + first_made + gathered + prefetched + reducing
+            gone = {"mlp": of_layer.get("mlp", 0.0)} if most == mixer else {}
+            peak, held_then = max((peak, held_then), (here, add_terms([*released, gone])), key=itemgetter(0))
+            released.append(of_layer)
             change -= first + second
             wgrad += delayed.mixer + delayed.dense
         shards += units.layer_shard
         reducing = units.layer_reduced + held
     end = wgrad + _embedding_backward(local, chunk, reducing)
-    yield Segment(max(peak, change + end), change, name=name, done_fraction=1.0)
+    named = add_terms(released)
+    peak, held_then = max((peak, held_then), (change + end, named), key=itemgetter(0))
+    yield Segment(peak, change, named, held_then, name=name, done_fraction=1.0)
 
 
 def _mixer_backward(local: LocalSizes, layer: Layer, delayed: WgradBytes) -> float:
@@ -370,5 +424,14 @@ def _expert_backward(local: LocalSizes, layer: Layer, saved: Terms, delays: bool
 
 def _halves(terms: Terms) -> tuple[float, float]:
     """Bytes of a layer before its first stop, and after it."""
-    second = sum(terms.get(name, 0.0) for name in _AFTER_DISPATCH)
-    return sum(terms.values()) - second, second
+    first, second = _half_terms(terms)
+    return sum(first.values()), sum(second.values())
+
+
+def _half_terms(terms: Terms) -> tuple[Terms, Terms]:
+    second = {name: size for name, size in terms.items() if name in _AFTER_DISPATCH}
+    return {name: size for name, size in terms.items() if name not in second}, second
+
+
+def _negative(terms: Terms) -> Terms:
+    return {name: -size for name, size in terms.items()}

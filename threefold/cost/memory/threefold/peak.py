@@ -61,10 +61,7 @@ class Peak:
             terms[name] = terms.get(name, 0.0) - size
         for name, size in (*self.point.added.items(), *self.also.items()):
             terms[name] = terms.get(name, 0.0) + size
-        # More may be freed than a term holds; then the workspace takes the difference, so that the sum stays right.
-        negative = {name: size for name, size in terms.items() if size < 0}
-        terms |= dict.fromkeys(negative, 0.0)
-        terms["workspace"] = terms.get("workspace", 0.0) + sum(negative.values())
+        terms |= without_negative(terms)
 
 
 class PeakFinder:
@@ -227,6 +224,12 @@ class PeakFinder:
         return held
 
 
+def without_negative(terms: Terms) -> Terms:
+    """The terms where more was freed than a term holds: the workspace takes the difference."""
+    negative = {name: size for name, size in terms.items() if size < 0}
+    return add_terms([terms, {name: -size for name, size in negative.items()}, {"workspace": sum(negative.values())}])
+
+
 def _padded(sizes: list[float], count: int) -> list[float]:
     return [*sizes, *[0.0] * (count - len(sizes))]
 
@@ -239,10 +242,10 @@ def _picture_points(plan: Plan, contents: StageContents, chunk: Chunk, saved: Te
         return []
     if plan.knobs.data_parallel != "zero1":
         root = LocalSizes(plan).element_bytes * fsdp_units(plan, contents, at_chunk_end()).root
-    placing = {"embedding": features.while_placing, "workspace": root}
+    placing = {"workspace": features.while_placing + root}
     points = [PeakPoint("the pictures' features", "forward", placing, saved)]
     if chunk.mtp:
-        placing = {"embedding": features.while_placing_ahead, "workspace": root}
+        placing = {"workspace": features.while_placing_ahead + root}
         points.append(PeakPoint("the pictures' features for MTP", "forward", placing))
     if features.backward:
         size = {"workspace": features.backward + root}
@@ -256,7 +259,7 @@ def _loss_points(local: LocalSizes, contents: StageContents) -> list[PeakPoint]:
         root = local.element_bytes * fsdp_units(local.plan, contents, at_chunk_end()).root
     backward = {"logits": loss.saved, "workspace": loss.cast + root}
     return [
-        PeakPoint("the loss", "forward", {"logits": loss.peak, "workspace": root}),
+        PeakPoint("the loss", "forward", {"logits": loss.held, "workspace": loss.peak - loss.held + root}),
         # On one GPU the gradient that is made here is the one that stays.
         PeakPoint("the loss's backward", "backward", backward, after_head=local.plan.layout.gpus > 1),
     ]

@@ -45,6 +45,7 @@ class LossBytes(NamedTuple):
     peak: float  # while a chunk of logits becomes a loss
     saved: float  # by all output layers, for the backward: gradients that it scales in place
     cast: float  # weight gradients of one output layer in the dtype of the weight, where they were summed in fp32
+    held: float  # the part of `saved` that is there at the peak
 
 
 def loss_transients(local: LocalSizes, num_heads: int) -> LossBytes:
@@ -80,9 +81,10 @@ def loss_transients(local: LocalSizes, num_heads: int) -> LossBytes:
     if slope and local.is_16_bit and on_gpu:  # it is freed before the head's gradient is made, or added to
         logits = max(logits + accumulating, b * chunk * vocab + slope + (accumulating if num_chunks > 1 else 0.0))
         slope = accumulating = 0.0
+    held = num_heads * saved - (0.0 if accumulating else weight_grad)
     logits += slope + accumulating
     cast = b * table * trains_head if sums_wider and local.is_16_bit else 0.0
-    return LossBytes(logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast)
+    return LossBytes(logits + hidden + b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast, held)
 
 
 def num_loss_chunks(local: LocalSizes) -> int:
@@ -117,7 +119,8 @@ def _fp8_loss_transients(local: LocalSizes, num_heads: int, chunk: float) -> Los
         peak += 2 * vocab * dim
     saved = b * dim * s + weight_grad
     cast = b * vocab * dim * trains_head if s > wgrad_tokens else 0.0
-    return LossBytes(peak + 2 * b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast)
+    held = num_heads * saved - (0.0 if s > wgrad_tokens or wgrad > logits else weight_grad)
+    return LossBytes(peak + 2 * b * dim * s + (num_heads - 1) * saved, num_heads * saved, cast, held)
 
 
 def embedding_transients(local: LocalSizes, is_used_twice: bool) -> float:
@@ -174,6 +177,16 @@ def ffn_backward_transients(local: LocalSizes, layer: Layer) -> float:
         is_recomputed = bool(local.recompute & {"mlp", "full"})
         return _mlp_backward(local, local.model.dense_dim / local.tp, local.mlp_chunk_fraction if is_recomputed else 1)
     return max(moe_backward_steps(local).values()) if layer.ffn == "moe" else mixer_backward_transients(local, layer)
+
+
+def freed_product_bytes(local: LocalSizes) -> float:
+    """Bytes of the saved product of a dense MLP, where its backward frees them before it holds most."""
+    if local.recompute & {"mlp", "full"}:
+        return 0.0
+    hidden, b = local.model.dense_dim / local.tp, local.element_bytes
+    first = b * (local.gathered_tokens * (local.model.dim + hidden) + hidden * local.model.dim * local.trained_fraction)
+    is_freed = _mlp_backward(local, hidden, 1.0) > first
+    return local.gemm_input_bytes * hidden * local.gathered_tokens * is_freed
 
 
 def shared_backward_transients(local: LocalSizes) -> float:

@@ -97,6 +97,11 @@ def _recomputes_activation(local: LocalSizes) -> bool:
     return "moe_act" in local.recompute and not local.recompute & {"moe", "full"} and not local.uses_fused_experts
 
 
+def recomputed_activation_bytes(local: LocalSizes) -> float:
+    """Bytes of an activation that is recomputed by itself; 0 where none is."""
+    return sum(_activation(MoeRows(local, local.expert_chunk_fraction))) if _recomputes_activation(local) else 0.0
+
+
 def _activation(rows: MoeRows) -> list[float]:
     """What the activation saves, and its output."""
     return [rows.hidden] * (6 if rows.local.model.activation == "clamped swiglu" else 3)
