@@ -1,7 +1,8 @@
 """The memory model of Megatron Bridge: states, activations of microbatches in flight, and tensors of the peak's moment.
 
 `memory/by_stack.py` uses it for plans with `target = "megatron-bridge"`. The peak is taken at the first backward, when
-all forwards of the warm-up are done, or in the optimizer's step; published runs calibrate the constants (`docs/reference/estimate.md`).
+all forwards of the warm-up are done, or in the optimizer's step; published runs calibrate the constants
+(`docs/reference/estimate.md`).
 """
 
 from collections.abc import Iterator
