@@ -279,9 +279,12 @@ def _added_at_layer(local: LocalSizes, layer: Layer, sizes: LayerTransients, sav
         "a backward": {"workspace": max(sizes.ffn_backward.values()), "recompute": sizes.ffn_recomputed},
     }
     if layer.ffn == "dense":
-        product = min(freed_product_bytes(local), saved.get("mlp", 0.0))
-        added["a backward"]["workspace"] += product
-        added["a backward"]["mlp"] = -product
+        product = freed_product_bytes(local)
+        saved_product = min(product, saved.get("mlp", 0.0))
+        recomputed = min(product - saved_product, sizes.ffn_recomputed)
+        added["a backward"]["workspace"] += saved_product + recomputed
+        added["a backward"]["recompute"] -= recomputed
+        added["a backward"]["mlp"] = -saved_product
     if layer.ffn == "moe":
         # An activation that is recomputed by itself is a tensor of the experts' backward. Shared experts that run last
         # have had theirs before it.

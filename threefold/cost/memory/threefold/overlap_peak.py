@@ -334,7 +334,7 @@ def _backward_segments(
             yield Segment(peak, change, named, held_then, after, wgrad, name, done_fraction=done, reduced_shards=shards)
             shared = saved[layer].get("shared_experts", 0.0)  # their backward comes while the rows' gradients travel
             second -= shared
-            of_experts = {each: of_layer.pop(each) for each in ("dispatch", "experts") if each in of_layer}
+            of_experts: Terms = {name: of_layer.pop(name) for name in [*of_layer] if name in ("dispatch", "experts")}
             experts = _expert_backward(local, layer, saved[layer], delays) + second_made
             transient = max(experts, traveling + units.experts) + units.experts + units.quantized_experts
             reduction = units.experts_reduced + units.expert_grads - second

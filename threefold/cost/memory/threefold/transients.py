@@ -180,13 +180,14 @@ def ffn_backward_transients(local: LocalSizes, layer: Layer) -> float:
 
 
 def freed_product_bytes(local: LocalSizes) -> float:
-    """Bytes of the saved product of a dense MLP, where its backward frees them before it holds most."""
-    if local.recompute & {"mlp", "full"}:
-        return 0.0
+    """Bytes of the product inside a dense MLP, saved or recomputed, where its backward frees them before it holds
+    most."""
     hidden, b = local.model.dense_dim / local.tp, local.element_bytes
-    first = b * (local.gathered_tokens * (local.model.dim + hidden) + hidden * local.model.dim * local.trained_fraction)
-    is_freed = _mlp_backward(local, hidden, 1.0) > first
-    return local.gemm_input_bytes * hidden * local.gathered_tokens * is_freed
+    fraction = local.mlp_chunk_fraction if local.recompute & {"mlp", "full"} else 1.0
+    weight_grad = b * hidden * local.model.dim * local.trained_fraction
+    first = b * local.gathered_tokens * (local.model.dim + fraction * hidden) + weight_grad
+    is_freed = _mlp_backward(local, hidden, fraction) > first
+    return local.gemm_input_bytes * hidden * local.gathered_tokens * fraction * is_freed
 
 
 def shared_backward_transients(local: LocalSizes) -> float:
