@@ -19,7 +19,7 @@ from threefold.plan.plan import Plan
 from threefold.profile.analyze import Profile
 from threefold.profile.expert_loads import LoadSummary
 from threefold.profile.readers.run_record import RunRecord
-from threefold.report.estimate import wall_text
+from threefold.report.estimate import simulation_text, wall_text
 from threefold.report.html.estimate_pictures import memory_figures, time_figure, walls_figure
 from threefold.report.html.layout_picture import layout_figure
 from threefold.report.html.markup import NOTHING, Markup, details, html_table, join, tag
@@ -28,7 +28,6 @@ from threefold.report.html.pipeline_picture import pipeline_figure
 from threefold.report.html.plan_view import PlanView
 from threefold.report.html.run_pictures import load_table, profile_figure, router_figures, run_figures
 from threefold.report.html.tuning_picture import Tuning, number_pair, real_number, tuning_figures
-from threefold.report.simulation import simulation_text
 from threefold.units import format_bytes, format_many, format_number, format_tokens
 
 MOST_FACTS = 400  # rows of the contract; it may come from a stranger
