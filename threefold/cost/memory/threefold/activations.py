@@ -8,7 +8,8 @@ Mirrors `engine/models/decoder.py`, `engine/models/activation_memory.py`, `engin
 `engine/attention/mla.py`, `engine/attention/sparse/sparse_mla.py`, `engine/attention/sparse/chosen_keys.py`,
 `engine/layers/mlp.py`, `engine/layers/input_linears.py`, `engine/moe/layer.py`, `engine/moe/router.py`,
 `engine/moe/experts.py`, `engine/lora.py`, `engine/precision/low_precision_linear.py`,
-`engine/kernels/experts/fused_experts.py`, `engine/kernels/fp8/fused_experts.py`.
+`engine/kernels/experts/fused_experts.py`, `engine/kernels/fp8/fused_experts.py`, `engine/models/block.py`,
+`engine/attention/sparse/compressed.py`.
 """
 
 from threefold.cost.memory.stage_memory import Terms

@@ -4,7 +4,8 @@
 A layer has up to four points: the end of its forward, a second forward that recompute runs, the backward of its
 feed-forward part, and that of its mixer; under FSDP also the gathering and the reduction of its experts.
 
-Mirrors `engine/models/decoder.py`, `engine/models/activation_memory.py`, `engine/autograd/recompute.py`.
+Mirrors `engine/models/decoder.py`, `engine/models/activation_memory.py`, `engine/autograd/recompute.py`,
+`engine/models/block.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,6 +5,10 @@ It follows `engine/shard/ring_attention.py`, `context_parallel.py` and `latent_a
 out. `transients.py` asks for the most bytes of a layer.
 
 A tile has the queries of one of the two spans of a rank. The kernels want values as wide as keys: MLA's are padded.
+
+Mirrors `engine/shard/ring_attention.py`, `engine/shard/context_parallel.py`, `engine/shard/latent_attention.py`,
+`engine/attention/attend_tiles.py`, `engine/attention/mask_tiles.py`, `engine/attention/query_blocks.py`,
+`engine/attention/fused_delta.py`, `engine/attention/delta_chunks.py`.
 """
 
 import math
