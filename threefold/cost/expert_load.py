@@ -177,7 +177,7 @@ def _mean_shares(case: _Case, layer: int, step: int) -> list[float]:
 def _rank_loads(case: _Case, layer: int, step: int, shares: Sequence[float]) -> tuple[list[float], float]:
     """Rows of each rank over the mean, and copies of experts that the rank with most sends or receives."""
     local, moved = -(-case.num_experts // case.ep), 0.0
-    ranks = [sum(shares[first : first + local]) for first in range(0, case.num_experts, local)]
+    ranks = [sum(shares[rank * local : (rank + 1) * local]) for rank in range(case.ep)]
     if case.slots:
         planned = step // case.every * case.every - 1  # placed by the counts of the step before
         replicas = place_replicas(_mean_shares(case, layer, planned), case.ep, case.slots)
