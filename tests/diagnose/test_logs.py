@@ -124,6 +124,52 @@ def test_a_configuration_without_an_end_swallows_no_error(tmp_path: Path) -> Non
     assert found.verdict.slug == "disk-full"
 
 
+@pytest.mark.parametrize(
+    ("tflops", "head", "gpus", "why"),
+    [
+        (189.0, [], 32, "TFLOP/s and seconds are the work of a step"),
+        (150.0, ["[rank17]: warming up"], 40, "TFLOP/s and seconds are the work of a step"),
+        (1900.0, ["[rank17]: warming up"], 24, "the fewest for this layout and the ranks in the log"),
+    ],
+)
+def test_a_log_of_bridge_says_how_many_gpus_ran(
+    tflops: float, head: list[str], gpus: int, why: str, tmp_path: Path
+) -> None:
+    """By hand: 6 x 3.04e9 weights of a token and 4.8e9 FLOP of causal scores at 4096 are 23.1 GFLOP a token; 256
+    sequences are 2.42e16 FLOP, on 32 GPUs in 4 s 189 TFLOP/s each. EP is 8, so that ranks come by eight."""
+    lines = [megatron_step(random.Random(3), step, 60, tflops=tflops) for step in range(1, 40)]
+    found = read(write(tmp_path / "a.log", [*bridge_summary(), *head, *lines]))
+    assert found.configuration.plan is not None
+    assert found.configuration.plan.cluster.gpus == gpus
+    assert any(one.at == "cluster.gpus" and f"{gpus}, " in one.problem and why in one.problem for one in found.findings)
+
+
+def test_numbers_of_another_job_are_not_judged_by_the_plan(tmp_path: Path) -> None:
+    lines = [megatron_step(random.Random(3), step, 60, tflops=4 * 240.0) for step in range(1, 40)]
+    found = read(write(tmp_path / "a.log", [*arguments_table(16), *lines]))
+    text = "\n".join(found.lines)
+    assert "its number of GPUs, batch, length or model is another" in text
+    assert "as estimated" not in text
+
+
+def test_a_full_job_gets_no_advice_that_takes_memory(tmp_path: Path) -> None:
+    """A plan of some 30 GiB, and 71 GiB that were allocated: what holds the rest is the question."""
+    summary = bridge_summary()
+    at = summary.index("  hidden_size: 2048  (Mcore default: None)")
+    summary[at:at] = ["  recompute_granularity: 'full'", "  recompute_method: 'uniform'", "  recompute_num_layers: 1"]
+    died = (
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.51 GiB. GPU 1 has a total capacity "
+        "of 79.11 GiB of which 1.93 GiB is free. Including non-PyTorch memory, this process has 77.17 GiB memory in "
+        "use. Of the allocated memory 71.02 GiB is allocated by PyTorch, and 3.20 GiB "
+        "is reserved by PyTorch but unallocated."
+    )
+    lines = [megatron_step(random.Random(3), step, 60, tflops=189.0) for step in range(1, 10)]
+    slow, full = (read(write(tmp_path / "a.log", [*summary, *lines, *more])) for more in ([], [died]))
+    assert "selective-before-full" in [one.rule for one in slow.findings]
+    assert "selective-before-full" not in [one.rule for one in full.findings]
+    assert any("GiB are not of it: another plan ran" in line for line in full.lines)
+
+
 def test_memory_and_versions(tmp_path: Path) -> None:
     lines = [
         "NCCL version 2.27.5+cuda12.9",

@@ -187,6 +187,16 @@ def test_fixed_fields_stay_and_auto_is_free() -> None:
     assert all(one.plan.layout.pp == 2 for one in search(nested, top=2).candidates)
 
 
+def test_what_the_draft_states_is_not_called_a_choice() -> None:
+    stated = {"layout.tp": 2, "layout.pp": 2, "layout.ep": 8, "knobs.recompute": "full"}
+    [best] = search({**SMALL, **stated}, top=1).candidates
+    said = " ".join(best.reasons.all)
+    assert "Full recompute, as the draft states" in said
+    assert "The draft states layout.tp, layout.pp, layout.ep, knobs.recompute" in said
+    [best] = search({**SMALL, **stated, "layout.ep": "auto"}, top=1).candidates
+    assert "The draft states" not in " ".join(best.reasons.all)
+
+
 def test_free_gpus_are_as_few_as_work() -> None:
     found = search({**SMALL, "cluster.gpus": "auto"}, top=1)
     assert found.candidates[0].plan.layout.gpus == 8  # one node: 30B parameters at 16 bytes, and 8 x 80 GB

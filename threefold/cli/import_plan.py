@@ -15,7 +15,9 @@ MAX_FILE_BYTES = 2**24  # a complete YAML of Bridge has some 100 KiB; a larger f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a file with overrides, Bridge's YAML or Megatron-LM's arguments; - reads stdin")
+    parser.add_argument(
+        "source", help="overrides, YAML or a log of Bridge, arguments or a log of Megatron-LM; - reads stdin"
+    )
     parser.add_argument("overrides", nargs="*", metavar="path=value", help="fields of the plan that the file lacks")
     parser.add_argument("--model", help="the model, where the file names none")
     parser.add_argument("--chip", help="the chip, where the file names none")

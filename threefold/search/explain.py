@@ -1,6 +1,6 @@
 """Reasons: why a candidate is what it is, in sentences that cite rules and terms."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from threefold.cost.estimate import Estimate
@@ -12,6 +12,7 @@ from threefold.units import GIB, format_bytes, format_many, format_range, format
 
 TERMS_NAMED = 3
 LEAST_SHARE = 0.01  # of a step: what is shorter is not told
+DEGREES_STATED = ("layout.tp", "layout.pp", "layout.ep")  # a draft that states them all leaves no layout to choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,14 @@ class Reasons:
         return (*self.fit, *self.scale, *self.profile)
 
 
-def reasons(plan: Plan, priced: Estimate, first: Estimate | None = None) -> Reasons:
-    """Why a candidate is what it is; beside the first one where it is another."""
+def reasons(
+    plan: Plan, priced: Estimate, first: Estimate | None = None, given: Collection[str] = frozenset()
+) -> Reasons:
+    """Why a candidate is what it is; beside the first one where it is another. `given`: what the draft states."""
     beside = (_beside(priced, first),) if first is not None else ()
     return Reasons(
-        fit=(_memory(plan, priced), _ladder(plan, priced)),
-        scale=(*_axes(plan, priced), *_vision(plan)),
+        fit=(_memory(plan, priced), _ladder(plan, priced, given)),
+        scale=(*_axes(plan, priced), *_vision(plan), *_held(given)),
         profile=(_time(priced), *_graphs(plan, priced), *beside),
     )
 
@@ -54,22 +57,33 @@ def _memory(plan: Plan, estimate: Estimate) -> str:
     )
 
 
-def _ladder(plan: Plan, estimate: Estimate) -> str:
+def _held(given: Collection[str]) -> tuple[str, ...]:
+    if any(path not in given for path in DEGREES_STATED):
+        return ()
+    held = [path for path in given if path.startswith("layout.") or path == "knobs.recompute"]
+    return (f"The draft states {', '.join(held)}, and the search held them: {held[0]}=auto leaves one to it.",)
+
+
+def _ladder(plan: Plan, estimate: Estimate, given: Collection[str]) -> str:
     knobs = plan.knobs
     if not knobs.recompute and not knobs.optimizer_offload:
         return "Nothing is recomputed or offloaded: the layout alone fits (selective-before-full, offload-comes-last)."
     again = _share(estimate, "recompute")
-    said = []
+    is_stated, said = "knobs.recompute" in given, []
     if plan.full_recompute:
         but = ", with the outputs of attention saved" if knobs.recompute_save else ""
-        said.append(f"Full recompute{but}, because no selective set fits this layout (selective-before-full){again}.")
+        why = "as the draft states" if is_stated else "because no selective set fits this layout"
+        said.append(f"Full recompute{but}, {why} (selective-before-full){again}.")
     elif knobs.recompute:
         names = ", ".join(knobs.recompute)
-        said.append(f"Recomputes {names}, the cheapest set that fits (selective-before-full){again}.")
+        why = "as the draft states" if is_stated else "the cheapest set that fits"
+        said.append(f"Recomputes {names}, {why} (selective-before-full){again}.")
     if knobs.optimizer_offload:
+        is_given = "knobs.optimizer_offload" in given
+        why = "as the draft states" if is_given else "because no selective recompute fits this layout alone"
         said.append(
-            f"{knobs.optimizer_offload:.0%} of the optimizer states are on the host, because no selective recompute "
-            f"fits this layout alone (offload-comes-last){_share(estimate, 'offload')}."
+            f"{knobs.optimizer_offload:.0%} of the optimizer states are on the host, {why} "
+            f"(offload-comes-last){_share(estimate, 'offload')}."
         )
     return " ".join(said)
 

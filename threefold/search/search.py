@@ -223,7 +223,7 @@ def _candidates(space: Space, chosen: list[Priced]) -> tuple[Candidate, ...]:
     made: list[Candidate] = []
     for one in chosen:
         plan, priced = heeded(space, rebuilt(space, one.plan))
-        said = reasons(plan, priced, made[0].estimate if made else None)
+        said = reasons(plan, priced, made[0].estimate if made else None, space.given)
         after = why_after(one, chosen[0]) if made else ""
         made.append(Candidate(plan, priced, said, complexity(plan), after))
     return tuple(made)

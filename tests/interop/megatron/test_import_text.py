@@ -1,6 +1,7 @@
 """Overrides, YAML and arguments become plans; what cannot is one finding with a fix."""
 
 import pytest
+from job_logs import bridge_summary
 from megatron_exports import recipe
 from repository import ROOT
 
@@ -289,6 +290,30 @@ def test_what_cannot_be_read_is_a_finding(text: str, rule: str) -> None:
     if rule in ("import-readable", "import-needs-model", "wrong-type", "known-value"):
         assert found.plan is None
         assert any(finding.severity == "error" for finding in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("model.hidden_size=2048 model.num_moe_experts=128 model.moe_router_topk=8", "qwen3-30b-a3b"),
+        ("model.moe_ffn_hidden_size=2048 model.kv_lora_rank=512 model.moe_router_topk=8", "deepseek-v3"),
+        ("model.hidden_size=2049", "no sizes of a known model"),
+        ("model.tensor_model_parallel_size=2", "no sizes of a known model"),
+    ],
+)
+def test_models_that_match_some_sizes_are_named(text: str, names: str) -> None:
+    """Sizes of the models' cards."""
+    [said] = [one for one in import_text(text).findings if one.rule == "import-needs-model"]
+    assert names in said.problem
+
+
+@pytest.mark.parametrize("prefix", ["", "[default3]:"])
+def test_a_log_with_the_summary_of_bridge_is_read(prefix: str) -> None:
+    imported = import_text("\n".join(prefix + line for line in ["started", *bridge_summary(), "iteration 1"]))
+    assert imported.plan is not None
+    assert (imported.plan.model.name, imported.plan.layout.ep) == ("qwen3-30b-a3b", 8)
+    assert imported.plan.job.global_batch == 256
+    assert rules(imported) == ["import-needs-cluster"] * 2  # what is not printed has its default: no recipe decides
 
 
 def test_a_misspelt_argument_is_named_with_its_neighbors() -> None:

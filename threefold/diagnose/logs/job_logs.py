@@ -11,7 +11,7 @@ from threefold.diagnose.logs.configuration import Configuration, read_configurat
 from threefold.diagnose.logs.health import Column, Health, health_warnings, judge_columns, last_start
 from threefold.diagnose.logs.printed import Printed
 from threefold.diagnose.logs.scan import Scan
-from threefold.diagnose.logs.speed import Speed, measured_speed
+from threefold.diagnose.logs.speed import Speed, beyond_plan, measured_speed
 from threefold.diagnose.logs.steps import Steps
 from threefold.diagnose.part import Context, unreadable
 from threefold.diagnose.redact import Redactor
@@ -23,6 +23,7 @@ from threefold.remedies.evidence import Evidence
 from threefold.rules.fixes import advice
 from threefold.units import format_bytes, format_many
 
+_TAKES_MEMORY = ("selective-before-full",)  # rules whose fix takes memory
 _SYSTEMS = {"megatron": "Megatron", "torchtitan": "torchtitan", "threefold": "threefold"}
 
 
@@ -76,7 +77,7 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     found.columns = last_start(steady.steps)
     found.health = judge_columns(found.columns)
     num_ranks = max(ranks) + 1 if ranks else 0
-    found.configuration = read_configuration(printed, context, num_ranks)
+    found.configuration = read_configuration(printed, context, num_ranks, found.health)
     notices = {slug: one for scan in scans for slug, one in scan.notices.items()}
     found.printed, found.steps = printed, steady.steps
     found.checkpoints = set[str]().union(*(scan.printed.checkpoints for scan in scans))
@@ -91,7 +92,8 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
         "evidence": _evidence(found.verdict, redact),
     }
     found.lines = [redact(line) for line in _lines(found, scans, steady, printed, ranks, notices)]
-    found.findings += found.configuration.findings
+    is_short = found.verdict.shortage is not None  # then no advice that takes memory
+    found.findings += [one for one in found.configuration.findings if not (is_short and one.rule in _TAKES_MEMORY)]
     return found
 
 
@@ -142,7 +144,8 @@ def _lines(
     if printed.versions or printed.device:
         known = [printed.device] if printed.device else []
         lines.append(", ".join(known + [f"{name} {version}" for name, version in sorted(printed.versions.items())]))
-    if plan := found.configuration.plan:
+    plan = found.configuration.plan
+    if plan:
         lines.append(
             f"plan, from {found.configuration.source}: {plan.model.name} on {plan.cluster.gpus} x {plan.cluster.chip}"
         )
@@ -153,8 +156,10 @@ def _lines(
     for slug, (_, first, count) in notices.items():
         if slug not in explained:
             lines.append(f"{slug} ({count} x): {first.text[:160]} ({first.file}:{first.line})")
+    short = found.verdict.shortage
+    more = beyond_plan(plan, short.allocated) if plan and short and short.kind == "shortage" else ""
     remedies = [f"  remedy   {piece}" for piece in found.remedies]
-    return [*lines, *_death_lines(found.verdict, steady), *remedies]
+    return [*lines, *_death_lines(found.verdict, steady), *([f"  {more}"] if more else []), *remedies]
 
 
 def _head(found: JobLogs, scans: Sequence[Scan], steady: Scan, ranks: set[int]) -> str:

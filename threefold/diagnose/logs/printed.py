@@ -3,17 +3,19 @@
 import re
 from dataclasses import dataclass, field
 
+from threefold.interop.megatron.bridge_summary import END as SUMMARY_END
+from threefold.interop.megatron.bridge_summary import HEAD as SUMMARY
+
 _MOST_LINES = 20_000
 _MOST_CHARS = 2**21
 _TABLE = "--- arguments ---"
 _TABLE_END = "--- end of arguments ---"
-_SUMMARY = "Configuration Summary (Non-Default Values"
 _TITAN = re.compile(r"Running with (?:configs|args): (\{.*)")
 # Lines that are in no configuration: a block that is open is over, or other ranks write into it.
 _NO_CONFIGURATION = re.compile(
     r"Traceback \(most recent|\biteration\s+\d+/|\bstep:\s*\d+|^\s{0,8}[\w.]*(?:Error|Exception)\b|\[[EF]\d{3,4} "
 )
-_BEGINS = (_TABLE.encode(), _SUMMARY.encode(), b"Running with configs: {", b"Running with args: {")
+_BEGINS = (_TABLE.encode(), SUMMARY.encode(), b"Running with configs: {", b"Running with args: {")
 _SIGNS = ("-----", "Configuration Summary", "Running with")
 _VERSIONS = (
     (r"NCCL version ([\d.]+)", "nccl"),
@@ -79,7 +81,7 @@ class Printed:
         self._lines, self._chars = [text], 0
         if _TABLE in text:
             self._kind = "arguments"
-        elif _SUMMARY in text:
+        elif SUMMARY in text:
             self._kind = "summary"
         elif match := _TITAN.search(text):
             self._lines = [match[1]]
@@ -95,7 +97,7 @@ class Printed:
         self._chars += len(rest)
         is_end = {
             "arguments": _TABLE_END in rest,
-            "summary": bool(re.match(r"\s*={60,}", rest)) and len(self._lines) > 4,
+            "summary": bool(SUMMARY_END.match(rest)) and len(self._lines) > 4,
             "titan": rest.rstrip() == "}",
         }[self._kind]
         if is_end or len(self._lines) > _MOST_LINES or self._chars > _MOST_CHARS:

@@ -12,9 +12,11 @@ from threefold.findings import FindingsError
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
 from threefold.rules.all import blockers, check
+from threefold.units import format_bytes
 
 Notices = Mapping[str, tuple[Death, Sighting, int]]  # by slug: the entry, where it was first seen, how often
 _LEAST_GAP = 0.1
+_OTHER_WORK = 1.5  # TFLOP/s times seconds, against those of the plan: past it the plan is not what ran
 _UNLEVEL = 1.3  # of the load-balancing loss
 
 
@@ -48,11 +50,25 @@ class Speed:
         else:
             return []
         head += f"; estimated {self.estimated_seconds:.3g} s a step ({self.band[0]:.3g} to {self.band[1]:.3g})"
+        if said := self._other_work():
+            return [head, said]
         if not self.is_slow:
             return [f"{head}: as estimated"]
         if not self.causes:
             return [f"{head}: slower; nothing in the log explains it: profile one step of the slowest rank"]
         return [f"{head}: the difference is consistent with", *(f"  {cause}" for cause in self.causes)]
+
+    def _other_work(self) -> str:
+        """What is said where the log's own numbers are not those of a step of the plan: then speeds do not compare."""
+        if not (self.measured_tflops and self.measured_seconds and self.estimated_tflops and self.estimated_seconds):
+            return ""
+        ratio = self.measured_tflops * self.measured_seconds / (self.estimated_tflops * self.estimated_seconds)
+        if 1 / _OTHER_WORK <= ratio <= _OTHER_WORK:
+            return ""
+        return (
+            f"  a GPU of the log does {ratio:.2g} times the work of a step of this plan (TFLOP/s times seconds): "
+            "its number of GPUs, batch, length or model is another"
+        )
 
 
 def measured_speed(plan: Plan | None, health: Health, system: str | None, notices: Notices) -> Speed:
@@ -71,6 +87,19 @@ def measured_speed(plan: Plan | None, health: Health, system: str | None, notice
     speed.band = priced.seconds_band
     speed.causes = list(_causes(plan, priced, health, notices))
     return speed
+
+
+def beyond_plan(plan: Plan, allocated: float | None) -> str:
+    """What is said where a rank had more memory allocated than the plan can account for."""
+    priced = _priced(plan) if allocated else None
+    if priced is None or allocated is None or allocated <= (1 + _LEAST_GAP) * priced.bytes_band[1]:
+        return ""
+    low, high = priced.bytes_band
+    return (
+        f"the plan is estimated to allocate {format_bytes(low)} to {format_bytes(high)}: "
+        f"{format_bytes(allocated - high)} are not of it: "
+        "another plan ran, one rank gets most tokens (job.load), or something stays from step to step (a snapshot says)"
+    )
 
 
 def _priced(plan: Plan, skew: float = 1.0) -> Estimate | None:

@@ -142,15 +142,22 @@ def match_model(settings: Settings) -> str | None:
     """Our model with the shape that settings describe; where several have it, the one that needs the fewest cuts."""
     if "model.hidden_size" not in settings or "model.num_attention_heads" not in settings:
         return None
-    best: tuple[int, str] | None = None
+    return next(iter(like_models(settings)), None)
+
+
+def like_models(settings: Settings) -> list[str]:
+    """Our models that have every size that settings name, those that need the fewest cuts first."""
+    if not any(settings.get(key) is not None for key in (*_FACTS, *_CUT)):
+        return []
+    alike: dict[str, int] = {}
     for name, model in MODELS.items():
         own = _facts(model)
-        if any(settings.get(key) is not None and own.get(key) != settings[key] for key in _FACTS):
-            continue
-        alike = sum(settings.get(key, own.get(key)) == own.get(key) for key in _CUT)
-        if best is None or alike > best[0]:
-            best = alike, name
-    return best[1] if best else None
+        if all(settings.get(key) is None or own.get(key) == settings[key] for key in _FACTS):
+            alike[name] = sum(settings.get(key, own.get(key)) == own.get(key) for key in _CUT)
+    most = max(alike.values(), default=0)
+    if not any(settings.get(key) is not None for key in _FACTS):  # what a plan may cut alone must fit
+        alike = {name: count for name, count in alike.items() if count == most == len(_CUT)}
+    return sorted(alike, key=lambda name: -alike[name])
 
 
 def _facts(model: ModelSpec) -> Settings:

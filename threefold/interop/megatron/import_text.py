@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from threefold.findings import Finding, Severity, did_you_mean, in_order, shown
-from threefold.interop.megatron.architecture import match_model
+from threefold.interop.megatron.architecture import like_models, match_model
 from threefold.interop.megatron.argument_line import (
     MOE_DEFAULTS,
     find_argument,
@@ -17,6 +17,7 @@ from threefold.interop.megatron.argument_line import (
     read_arguments,
     read_table,
 )
+from threefold.interop.megatron.bridge_summary import HEAD, overrides, summary_in
 from threefold.interop.megatron.environment import EXPORTED_VARIABLES
 from threefold.interop.megatron.field_names import PRECISIONS, SCRIPT_FLAGS, Settings
 from threefold.interop.megatron.models import model_of_recipe, model_of_stem
@@ -58,6 +59,7 @@ _ALLOCATION = re.compile(r"_(\d{1,6})gpu_([a-z]+\d+)_")  # in the name of a perf
 _PER_STAGE = "model.num_layers_per_virtual_pipeline_stage"
 _PER_STAGE_ARGUMENT = "--num-layers-per-virtual-pipeline-stage"
 _CHIP = "h100"  # of an import that names none
+_MODELS_NAMED = 4
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Found:
     settings: Settings = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    kind: str = "overrides"  # or `yaml`, `arguments`
+    kind: str = "overrides"  # or `yaml`, `arguments`, `summary`: the last two name all that is no default
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,14 @@ def import_text(text: str, given: Mapping[str, Any] | None = None, is_yaml: bool
     findings = [*found.findings, *findings]
     fields = {**more, **fields}
     if "model" not in fields:
-        problem = "no recipe, and no sizes of a known model"
-        findings.append(_finding("import-needs-model", "model", problem, "name it: --model qwen3-30b-a3b", "error"))
+        findings.append(_no_model(found.settings))
         return Imported(None, in_order(findings), found.kind)
     if "cluster.chip" not in fields:
         fields["cluster.chip"] = _CHIP
         findings.append(_finding("import-needs-cluster", "cluster.chip", f"no chip named: {_CHIP}", "give --chip"))
-    if found.kind != "arguments" and (missing := [path for path in _RECIPE_DECIDES if path not in found.settings]):
+    if found.kind in ("overrides", "yaml") and (
+        missing := [path for path in _RECIPE_DECIDES if path not in found.settings]
+    ):
         problem = f"the recipe decides {', '.join(missing)}, and the plan takes its own defaults"
         findings.append(_finding("import-recipe-decides", "model", problem, "add the recipe's values"))
     has_gpus = "cluster.gpus" in fields
@@ -115,6 +118,17 @@ def import_text(text: str, given: Mapping[str, Any] | None = None, is_yaml: bool
         problem = f"no number of GPUs named: {plan.cluster.gpus}, the fewest for this layout"
         findings.append(_finding("import-needs-cluster", "cluster.gpus", problem, "give --gpus"))
     return Imported(_in_own_words(plan), in_order(findings), found.kind, rest)
+
+
+def _no_model(settings: Settings) -> Finding:
+    """The finding of a text that names no model, with the models that have the sizes it does name."""
+    names = like_models(settings)
+    problem, advice = "no recipe, and no sizes of a known model", "name it: --model qwen3-30b-a3b"
+    if names:
+        more = f" and {len(names) - _MODELS_NAMED} more" if len(names) > _MODELS_NAMED else ""
+        problem = f"no recipe, and the sizes are those of {', '.join(names[:_MODELS_NAMED])}{more}"
+        advice = f"name it: --model {names[0]}, or add hidden_size and num_attention_heads"
+    return _finding("import-needs-model", "model", problem, advice, "error")
 
 
 def _finding(rule: str, at: str, problem: str, advice: str, severity: Severity = "warning") -> Finding:
@@ -140,6 +154,8 @@ def _in_own_words(plan: Plan) -> Plan:
 def _read(text: str, is_yaml: bool) -> Found:
     if is_table(text):
         return _read_table(text)
+    if HEAD in text:
+        return replace(_read_words(shlex.split(overrides(summary_in(text)))), kind="summary")
     if is_yaml or _looks_like_yaml(text):
         return _read_yaml(text)
     if "OVERRIDES = [" in text and (script := _read_script(text)):
@@ -335,13 +351,13 @@ def _read_words(words: Sequence[str]) -> Found:
     """Flags and overrides of Bridge's scripts. A later word counts more, as it does there."""
     found = Found()
     rest = list(words)
-    overrides: Settings = {}
+    last: Settings = {}
     while rest:
         word = rest.pop(0)
         if variable := _VARIABLE.fullmatch(word):
             _take_variable(found, *variable.groups())
         elif match := _OVERRIDE.fullmatch(word):
-            overrides[match[1].removeprefix("cfg.")] = _value(match[2])
+            last[match[1].removeprefix("cfg.")] = _value(match[2])
         elif word.startswith("-"):
             name, equals, value = word.partition("=")
             if not equals:
@@ -349,7 +365,7 @@ def _read_words(words: Sequence[str]) -> Found:
             _take_flag(found, name, value)
         else:
             _take_recipe(found, word)
-    found.settings |= overrides
+    found.settings |= last
     if not found.settings and not found.fields:
         problem = "no override and no argument of Megatron in it"
         found.findings.append(_finding("import-readable", "import", problem, "write model.x=1 or --x 1", "error"))
