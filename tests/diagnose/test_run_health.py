@@ -71,6 +71,15 @@ def test_planted_faults_are_named(columns: dict[str, Any], rules: list[str], tmp
     assert all(one.fix or one.advice for one in found)
 
 
+def test_a_frozen_router_is_not_told_to_balance(tmp_path: Path) -> None:
+    """Adapters leave the router as the checkpoint has it (docs/guide/lora.md): no weight of a loss moves it."""
+    plan = run_plan(job_warmup_steps=10, job_lora_rank=8)
+    [found] = judge_run(read_run(write(tmp_path / "run", plan, router__load_max=3.9)))
+    assert found.rule == "router-collapsed"
+    assert not found.fix
+    assert "the router frozen" in found.advice
+
+
 def test_the_share_of_waiting_for_data(tmp_path: Path) -> None:
     """Steps of 0.1 s, each with 0.05 s of waiting: half of the time."""
     [found] = judge_run(read_run(write(tmp_path / "run", data_seconds=0.05)))

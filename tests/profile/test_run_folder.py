@@ -104,6 +104,8 @@ def test_a_run_without_traces_says_how_to_record_one(tmp_path: Path) -> None:
     (tmp_path / "contract.json").write_text("{}")
     (tmp_path / "loads.json").write_text("[]")
     (tmp_path / "effects.json").write_text("{}")
+    (tmp_path / "base.json").write_text("{}")  # these two beside a checkpoint that was finetuned
+    (tmp_path / "hf_config.json").write_text("{}")
     with pytest.raises(FindingsError, match="threefold train PLAN --profile"):
         profile_traces([tmp_path])
 

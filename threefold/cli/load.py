@@ -30,4 +30,6 @@ def run(args: argparse.Namespace) -> int:
         print_json(found.to_json() | {"findings": [finding.to_json() for finding in findings]})
     else:
         print(load_text(found, findings))
+        if args.out:
+            print(f"wrote {args.out}")
     return 1 if errors(findings) else 0

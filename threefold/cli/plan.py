@@ -147,15 +147,16 @@ def _tell(args: argparse.Namespace, found: SearchResult, seen: Sequence[Rehearse
         if seen:
             print(f"\n{rehearsed_text(seen, found.candidates)}")
         if picked and code == 0:
-            print(f"\n{_next_command(args.out, args.pick, picked)}")
+            print(f"\n{_next_command(args.out, args.pick, picked, args.plan)}")
     return code
 
 
-def _next_command(out: str | None, pick: int, plan: Plan) -> str:
+def _next_command(out: str | None, pick: int, plan: Plan, draft: str | None = None) -> str:
     """What to do with the plan that is picked."""
-    flags = "--out plan.toml" if pick == 1 else f"--pick {pick} --out plan.toml"
+    name = "plan.toml" if Path(draft or "").name != "plan.toml" else "better.toml"  # the draft stays as it is
+    flags = f"--out {name}" if pick == 1 else f"--pick {pick} --out {name}"
     wrote = f"wrote candidate {pick} to {out}; next:" if out else f"next: the same with {flags}, then"
-    file = out or "plan.toml"
+    file = out or name
     if plan.target == "threefold":
         return f"{wrote}\n`threefold dry-run {file}` rehearses it\n`threefold train {file}` or `launch {file}` run it"
     return f"{wrote}\n`threefold export {file} --out export` writes what {plan.target} runs"

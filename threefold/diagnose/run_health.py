@@ -92,7 +92,7 @@ def _routers(run: RunRecord) -> Iterator[Finding]:
             f"({moe.num_experts} experts, top {moe.top_k}; {moe.num_experts / moe.top_k:g} is all tokens at the same)",
             fix=_level(plan),
             kind="suggestion",
-            advice=f"{_REMEDIES['balance-router']}; {_FROM_HERE}",
+            advice=_balancing(plan),
         )
     elif len(idle) and (dead := float(idle.min())) > max(0.5, by_chance + _CHANCE * math.sqrt(by_chance)):
         yield Finding(
@@ -103,8 +103,14 @@ def _routers(run: RunRecord) -> Iterator[Finding]:
             f"{layers * moe.num_experts} experts got no token, where each has {fair:.0f} on average",
             fix=_level(plan),
             kind="suggestion",
-            advice=f"{_REMEDIES['balance-router']}; {_FROM_HERE}",
+            advice=_balancing(plan),
         )
+
+
+def _balancing(plan: Plan) -> str:
+    if plan.job.lora_rank is not None:
+        return "adapters leave the router frozen: `eval` says what it costs; training all weights moves it"
+    return f"{_REMEDIES['balance-router']}; {_FROM_HERE}"
 
 
 def _last(column: Column) -> Column:
@@ -114,7 +120,9 @@ def _last(column: Column) -> Column:
 
 
 def _level(plan: Plan) -> dict[str, Any]:
-    """Fields that make a router more level."""
+    """Fields that make a router more level: none where adapters train and the router is frozen."""
+    if plan.job.lora_rank is not None:
+        return {}
     if plan.model.moe is not None and plan.model.moe.balance_bias:
         return {"job.bias_rate": min(0.01, max(0.001, 2 * plan.job.bias_rate))}
     return {"job.aux_loss": min(0.1, max(0.01, 10 * plan.job.aux_loss))}

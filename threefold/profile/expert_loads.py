@@ -18,6 +18,7 @@ from threefold.notebook import ShownAsTable
 from threefold.plan.load import PREFIX, RecordedLoad, read_load
 from threefold.plan.parse import change
 from threefold.plan.plan import Plan
+from threefold.units import format_many
 
 Matrix = NDArray[np.float64]
 
@@ -59,7 +60,15 @@ class LoadSummary(ShownAsTable):
         )
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        header = ["layer", "busiest expert", f"largest of {self.ep} ranks", "entropy", "idle", "drift", "ragged"]
+        header = [
+            "layer",
+            "busiest expert",
+            f"largest of {format_many(self.ep, 'rank')}",
+            "entropy",
+            "idle",
+            "drift",
+            "ragged",
+        ]
         rows = [
             [
                 str(layer.layer),

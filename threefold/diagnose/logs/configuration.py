@@ -56,8 +56,11 @@ def _imported(printed: Printed, num_ranks: int, health: Health) -> Configuration
 
 
 def _counted(imported: Imported, num_ranks: int, health: Health) -> Imported:
-    """A plan of Bridge, whose summary names no number of GPUs, on as many as its log speaks of: those at which TFLOP/s
-    and seconds are the work of a step, else the fewest for its layout that have every rank that wrote a line."""
+    """Put a plan of Bridge, whose summary names no number of GPUs, on as many as its log speaks of.
+
+    They are those at which TFLOP/s and seconds are the work of a step, else the fewest for its layout that have every
+    rank that wrote a line.
+    """
     plan = imported.plan
     if plan is None:
         return imported
@@ -69,11 +72,9 @@ def _counted(imported: Imported, num_ranks: int, health: Health) -> Imported:
         near = round(fits / least) * least
         if near >= num_ranks and near and abs(fits / near - 1) < _ALIKE:
             gpus, why = near, "at which the log's TFLOP/s and seconds are the work of a step"
-    said = [
-        replace(one, problem=f"no number of GPUs named: {gpus}, {why}") if one.at == "cluster.gpus" else one
-        for one in imported.findings
-    ]
-    return replace(imported, plan=change(plan, {"cluster.gpus": gpus}), findings=said)
+    problem = f"no number of GPUs named: {gpus}, {why}"
+    findings = [replace(f, problem=problem) if f.at == "cluster.gpus" else f for f in imported.findings]
+    return replace(imported, plan=change(plan, {"cluster.gpus": gpus}), findings=findings)
 
 
 def _as_configuration(source: str, imported: Imported) -> Configuration:

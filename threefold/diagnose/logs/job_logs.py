@@ -93,7 +93,7 @@ def read_logs(paths: Sequence[Path], context: Context) -> JobLogs:
     }
     found.lines = [redact(line) for line in _lines(found, scans, steady, printed, ranks, notices)]
     is_short = found.verdict.shortage is not None  # then no advice that takes memory
-    found.findings += [one for one in found.configuration.findings if not (is_short and one.rule in _TAKES_MEMORY)]
+    found.findings += [f for f in found.configuration.findings if not (is_short and f.rule in _TAKES_MEMORY)]
     return found
 
 

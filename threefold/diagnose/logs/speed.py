@@ -50,8 +50,8 @@ class Speed:
         else:
             return []
         head += f"; estimated {self.estimated_seconds:.3g} s a step ({self.band[0]:.3g} to {self.band[1]:.3g})"
-        if said := self._other_work():
-            return [head, said]
+        if problem := self._other_work():
+            return [head, problem]
         if not self.is_slow:
             return [f"{head}: as estimated"]
         if not self.causes:
@@ -59,7 +59,7 @@ class Speed:
         return [f"{head}: the difference is consistent with", *(f"  {cause}" for cause in self.causes)]
 
     def _other_work(self) -> str:
-        """What is said where the log's own numbers are not those of a step of the plan: then speeds do not compare."""
+        """Say that the log's own numbers are not those of a step of the plan: then speeds do not compare."""
         if not (self.measured_tflops and self.measured_seconds and self.estimated_tflops and self.estimated_seconds):
             return ""
         ratio = self.measured_tflops * self.measured_seconds / (self.estimated_tflops * self.estimated_seconds)
@@ -90,7 +90,7 @@ def measured_speed(plan: Plan | None, health: Health, system: str | None, notice
 
 
 def beyond_plan(plan: Plan, allocated: float | None) -> str:
-    """What is said where a rank had more memory allocated than the plan can account for."""
+    """Say that a rank had more memory allocated than the plan can account for; empty where it had not."""
     priced = _priced(plan) if allocated else None
     if priced is None or allocated is None or allocated <= (1 + _LEAST_GAP) * priced.bytes_band[1]:
         return ""

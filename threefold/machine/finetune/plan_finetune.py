@@ -111,9 +111,8 @@ def plan_finetune(
     request = replace(request, overrides={**overrides, **fixed})
     exact = _plan_by_size(checkpoint, data, request, chip, gpus, memory_bytes)
     steps = format_many(num_steps, "step")
-    counted = (
-        f"{steps} of {exact.plan.tokens_per_step:,} tokens: {request.epochs:g} epochs of {sequences:,.0f} sequences"
-    )
+    epochs = "1 epoch" if request.epochs == 1 else f"{request.epochs:g} epochs"
+    counted = f"{steps} of {exact.plan.tokens_per_step:,} tokens: {epochs} of {sequences:,.0f} sequences"
     return replace(exact, notes=(*exact.notes[:-1], counted))
 
 

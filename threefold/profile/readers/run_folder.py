@@ -22,7 +22,8 @@ from threefold.profile.readers.text_stream import unreadable
 from threefold.safe_files import check_inside, open_regular, read_json, read_lines
 
 PLAN, METRICS, LOADS, PROFILE = "plan.toml", "metrics.jsonl", "loads.json", "profile"
-NO_TRACES = ("contract.json", LOADS, ROUTING, "effects.json")  # JSON files that every run writes
+# JSON files that runs write; the last two those of a checkpoint that was finetuned.
+NO_TRACES = ("contract.json", LOADS, ROUTING, "effects.json", "base.json", "hf_config.json")
 TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
 MAX_STEPS = 100_000  # of the metrics that are in memory: the last ones
 MAX_TRACES = 4096
