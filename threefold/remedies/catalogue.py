@@ -26,7 +26,7 @@ class Remedy:
     fields: tuple[str, ...] = ()  # that it may set, together
     ways: Ways | None = None  # the mildest first; None where no field does it
     axes: tuple[str, ...] = ()  # of communication, whose exposed time it shortens
-    frees: str = ""  # the axis whose ranks it gives to others
+    frees: str = ""  # an axis that must be in use: the one whose ranks it gives to others, or relieves
     kernels: tuple[str, ...] = ()  # kinds: where a trace has one, the remedy is in use
     needs: str = ""
     numbers: Literal["same", "rounded", "another training"] = "same"
@@ -91,7 +91,7 @@ CATALOGUE: tuple[Remedy, ...] = (
     Remedy("overlap-tensor-parallel", "overlap tensor-parallel communication with its GEMMs", ("communication",),
            ("knobs.tp_overlap",), faster.turned_on("tp_overlap", only_if=lambda plan: plan.layout.tp > 1), _TENSOR),
     Remedy("copy-experts", "copy hot experts to other ranks in each step", ("communication", "compute", "router"),
-           ("knobs.expert_balance", "knobs.expert_copies"), faster.copy_experts, _EXPERTS,
+           ("knobs.expert_balance", "knobs.expert_copies"), faster.copy_experts, _EXPERTS, frees="ep",
            needs="a slot of memory a rank, and a load that changes slowly", on_cpu=True),
     Remedy("dispatcher", "compare the platform's dispatchers: DeepEP and HybridEP with alltoall", ("communication",),
            ("knobs.dispatcher",), faster.dispatcher, _EXPERTS, kernels=("deepep", "hybridep")),
