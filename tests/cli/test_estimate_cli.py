@@ -439,7 +439,6 @@ def test_loads_that_are_none_are_a_message(name: str, tmp_path: Path, capsys: py
     loads.write_text(NO_LOADS[name])
     code, out, err = run("estimate", QWEN, "--loads", str(loads), capsys=capsys)
     assert (code, out) == (2, "")
-    assert err.startswith(f"threefold estimate: --loads {loads}")
+    assert err.startswith("threefold estimate: --loads ")
+    assert ("no 128 loads, one an expert" if name == "few" else "loads.json cannot be read: ") in err
     assert len(err.splitlines()) == 1
-    if name not in ("nested", "cut off"):  # those are no JSON
-        assert "no 128 loads, one an expert" in err

@@ -1,11 +1,10 @@
 """An estimate as text: memory by stage and term, time by term, throughput, traffic; simulated steps and trainings."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from threefold.cost.estimate import WALLS, Estimate
 from threefold.cost.memory.stage_memory import StageMemory
-from threefold.cost.time.simulation import Simulation
 from threefold.cost.traffic.transfers import Transfer
 from threefold.cost.training_run.training_run import TrainingRun
 from threefold.findings import Finding
@@ -17,6 +16,9 @@ from threefold.search.explain import LEAST_SHARE
 from threefold.search.sweep import Point
 from threefold.spec.chip_description import SOURCES
 from threefold.units import GIB, format_bytes, format_count, format_number, format_tokens
+
+if TYPE_CHECKING:  # numpy comes with it
+    from threefold.cost.time.simulation import Simulation
 
 STAGES_ABREAST = 8  # columns that fit a terminal
 _WALL = {term: wall for wall, terms in WALLS.items() for term in terms}
@@ -260,7 +262,7 @@ def training_summary(plan: Plan, found: TrainingRun) -> list[str]:
     return cut_lines(training_text(plan, found).splitlines())
 
 
-def simulation_text(simulated: Simulation, jitter: float) -> str:
+def simulation_text(simulated: "Simulation", jitter: float) -> str:
     """The median and the longest step, over those of equal ranks and of the closed form."""
     slower = simulated.median_seconds / simulated.even_seconds - 1
     median, longest = format_number(simulated.median_seconds), format_number(simulated.seconds[-1])

@@ -117,7 +117,7 @@ def test_a_wrong_name_would_be_seen() -> None:
 
 # What releases before 0.5 have no field for. Published runs of these releases ran branches of their own.
 OLDER_LACK = {"knobs.expert_fusion", "knobs.fp8_output", "job.capacity_factor"}
-LM_LACKS = {"knobs.fp8_attention", "job.freeze", "model"}
+LM_LACKS = {"knobs.fp8_attention", "job.freeze", "model", "knobs.store_param_remainders"}
 ALWAYS = {"job.data", "job.images", "job.max_pixels", "knobs.graph_memory_gb", "run.tensorboard", "stack.measured"}
 ALWAYS |= {"job.packing"}  # Megatron packs in its datasets
 

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from threefold.cost.estimate import Estimate, estimate
 from threefold.cost.time.pipeline_timeline import PipelineTimeline, pipeline_timeline
-from threefold.cost.time.simulation import Simulation
 from threefold.cost.traffic.by_stack import traffic
 from threefold.cost.traffic.transfers import Transfer
 from threefold.findings import Finding, in_order
 from threefold.plan.plan import Plan
 from threefold.rules.all import blockers, errors, judge, with_fixes
+
+if TYPE_CHECKING:  # numpy comes with it
+    from threefold.cost.time.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class PlanView:
     estimate: Estimate | None = None
     timeline: PipelineTimeline | None = None
     traffic: Sequence[Transfer] = ()
-    simulated: Simulation | None = None
+    simulated: "Simulation | None" = None
     jitter: float = 0.0  # of the simulation's passes
 
 
