@@ -32,6 +32,7 @@ PLANNER: dict[str, list[str]] = {
     "contract": ["contract", LARGE],
     "profile": ["profile", "{work}/trace.json.gz"],
     "diagnose": ["diagnose", "{work}/job.log"],
+    "load": ["load", "{work}/loads.json"],
     "card": ["card", "list"],
     "find": ["find", "ulysses"],
     "skills": ["skills"],
@@ -106,6 +107,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "overrides.txt").write_text("model.tensor_model_parallel_size=2\n")
     (folder / "job.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    (folder / "loads.json").write_text(json.dumps([[4, 2, 1, 1], [2, 2, 2, 2]]))
     (folder / "chats.jsonl").write_text('{"text": "a few words"}\n')
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(json.dumps(hf_config_of(MODELS["tiny-qwen3-moe"])))

@@ -98,7 +98,7 @@ def advise_without_plan(evidence: Evidence) -> Iterator[Advice]:
     """Remedies in words, for the bottlenecks that were seen."""
     for wall in (*evidence.seen, evidence.wall):
         for remedy in _remedies(wall, evidence, evidence.is_cpu is True):
-            if evidence.most_gain(wall, remedy.axes) > WORTH:
+            if not remedy.is_ours and evidence.most_gain(wall, remedy.axes) > WORTH:
                 yield Advice(remedy, wall)
 
 

@@ -26,7 +26,7 @@ class Remedy:
     fields: tuple[str, ...] = ()  # that it may set, together
     ways: Ways | None = None  # the mildest first; None where no field does it
     axes: tuple[str, ...] = ()  # of communication, whose exposed time it shortens
-    frees: str = ""  # an axis that must be in use: the one whose ranks it gives to others, or relieves
+    frees: str = ""  # the axis whose ranks it gives to others
     kernels: tuple[str, ...] = ()  # kinds: where a trace has one, the remedy is in use
     needs: str = ""
     numbers: Literal["same", "rounded", "another training"] = "same"
@@ -34,6 +34,7 @@ class Remedy:
     is_priced: bool = True
     is_mild: bool = False  # leaves layout and format alone: offered also where a plan fits, with little room
     on_cpu: bool = False
+    is_ours: bool = False  # only the threefold engine has it, so that it takes a plan to be offered
 
 
 _EXPERTS, _DATA, _TENSOR = ("ep", "etp"), ("dp", "edp"), ("tp", "etp")
@@ -91,8 +92,8 @@ CATALOGUE: tuple[Remedy, ...] = (
     Remedy("overlap-tensor-parallel", "overlap tensor-parallel communication with its GEMMs", ("communication",),
            ("knobs.tp_overlap",), faster.turned_on("tp_overlap", only_if=lambda plan: plan.layout.tp > 1), _TENSOR),
     Remedy("copy-experts", "copy hot experts to other ranks in each step", ("communication", "compute", "router"),
-           ("knobs.expert_balance", "knobs.expert_copies"), faster.copy_experts, _EXPERTS, frees="ep",
-           needs="a slot of memory a rank, and a load that changes slowly", on_cpu=True),
+           ("knobs.expert_balance", "knobs.expert_copies"), faster.copy_experts, _EXPERTS,
+           needs="a slot of memory a rank, and a load that changes slowly", on_cpu=True, is_ours=True),
     Remedy("dispatcher", "compare the platform's dispatchers: DeepEP and HybridEP with alltoall", ("communication",),
            ("knobs.dispatcher",), faster.dispatcher, _EXPERTS, kernels=("deepep", "hybridep")),
     Remedy("ep-before-etp", "give the ranks of expert tensor parallelism to expert parallelism", ("communication",),
