@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from threefold.layout.replicas import place_replicas
-from threefold.plan.load import BALANCED, PERIOD, PREFIX, expert_shares, read_load
+from threefold.plan.load import BALANCED, PERIOD, PREFIX, expert_shares, load_problems, read_load
 from threefold.plan.plan import Plan
 
 _MOST_LAYERS = 8  # that are looked at, of those of a model
@@ -83,6 +83,8 @@ def load_of(plan: Plan) -> PlanLoad:
     """The load of the experts of a plan, as its knobs balance it."""
     moe, layout, knobs = plan.model.moe, plan.layout, plan.knobs
     if moe is None or not is_uneven(plan) or moe.num_experts % layout.ep:  # the last is refused by a rule
+        return EVEN
+    if load_problems(plan.job.load, moe.num_experts):  # as a file that cannot be read
         return EVEN
     num_layers = max(1, sum(layer.ffn == "moe" for layer in plan.model.layers) // layout.pp)
     tokens = plan.job.micro_batch * plan.job.seq_len // layout.cp // layout.tp * layout.ep * layout.etp

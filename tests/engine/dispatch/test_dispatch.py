@@ -275,7 +275,7 @@ def cut_apart(layer: MoeLayer, x_BSD: Any, coefficients: Any) -> tuple[Any, Any]
 
     dispatcher = layer.dispatcher
     x_TD = x_BSD.flatten(0, 1).clone().requires_grad_()
-    routing, state = layer.route(x_TD)
+    routing, state = layer.route(x_TD, len(x_BSD))
     weight_TK = border(routing.weight_TK)
     x_PD, weight_P = border(*dispatcher.token_dispatch(x_TD, weight_TK, state))
     x_RD, weight_R, count_e, order = dispatcher.dispatch_postprocess(x_PD, weight_P, state)
@@ -380,7 +380,7 @@ def test_a_rehearsal_says_the_sizes(skew: int) -> None:
                 layer.experts.register_parameter(name, torch.nn.Parameter(getattr(layer.experts, name)[:2].detach()))
             layer.dispatcher = dispatcher
             x_BSD = torch.randn(2, 10, DIM, requires_grad=True)
-            routing, state = layer.route(x_BSD.flatten(0, 1))
+            routing, state = layer.route(x_BSD.flatten(0, 1), len(x_BSD))
             x_PD, weight_P = dispatcher.token_dispatch(x_BSD.flatten(0, 1), routing.weight_TK, state)
             assert x_PD.shape == (40 * skew, DIM)
             assert weight_P.shape == (40 * skew,)

@@ -270,4 +270,5 @@ def test_runs_on_fake_tensors(family: str) -> None:
 
 def test_the_table_of_what_the_engine_has_is_the_engine_s_own() -> None:
     """`rules` and `search` judge by it without torch."""
-    assert set(ENGINE_ACTIVATIONS) == set(ACTIVATIONS)
+    # Its limit is a setting of the experts (`Experts.glu_limit`), with the activation of silu.
+    assert set(ENGINE_ACTIVATIONS) - {"limited silu"} == set(ACTIVATIONS)

@@ -147,7 +147,8 @@ def _move_to_graph_pool(plan: Plan, contents: StageContents, saved: dict[Layer, 
     recomputes_norms, input_bytes = "layernorm" in plan.knobs.recompute, gemm_input_bytes(plan)
     norms = sum(_mixer_norm(plan.model, layer, recomputes_norms, input_bytes) for layer in inside)
     norms *= plan.job.micro_batch * plan.job.seq_len / plan.layout.cp / plan.layout.tp
-    all_norms = sum(saved[layer].get("norms", 0.0) for layer in contents.layers)
+    # Layers that are offloaded whole save nothing here.
+    all_norms = sum(saved[layer].get("norms", 0.0) for layer in contents.layers if layer in saved)
     moved = {
         "attention": terms.get("attention", 0.0) * len(inside) / len(mixers),
         "norms": terms.get("norms", 0.0) * min(1.0, norms / all_norms) if all_norms else 0.0,

@@ -81,7 +81,7 @@ class GraphSlot:
             whole_BS = None if given.whole_BS is None else self.make_static(given.whole_BS)
             axes_3BS = None if given.axes_3BS is None else self.make_static(given.axes_3BS)
             positions_BS = self.make_static(given.positions_BS)
-            self._static_positions = Positions(positions_BS, None, whole_BS, tables, axes_3BS)  # type: ignore[arg-type]
+            self._static_positions = Positions(positions_BS, None, whole_BS, tables, axes_3BS=axes_3BS)  # type: ignore[arg-type]
             self._has_tables, self._filled_from = bool(tables), given
         static = self._static_positions
         lacks_axes = given.axes_3BS is not None and static.axes_3BS is None and not self._has_tables
