@@ -118,7 +118,7 @@ def test_context_parallelism_cures_a_plan_full_of_attention() -> None:
 
 
 def test_a_dense_model_recomputes_its_mlp() -> None:
-    assert fix_of(DENSE, "peak-fits-memory") == {"knobs.recompute": ["layernorm", "mlp"]}
+    assert fix_of(DENSE, "peak-fits-memory") == {"knobs.recompute": ["mlp"]}  # norms before its linear layers are part of these
 
 
 def test_where_no_gpu_at_hand_helps_the_numbers_are_said() -> None:
@@ -289,8 +289,8 @@ def test_suggestions_are_applied_where_they_are_asked_for(tmp_path: Path, capsys
     assert main(["check", str(plan), "--fix", str(out)]) == 1
     assert "recompute" not in out.read_text(encoding="utf-8")
     assert main(["check", str(plan), "--fix=suggestions", "--out", str(out)]) == 0
-    assert "applied suggestion: peak-fits-memory: knobs.recompute=layernorm,mlp (frees " in capsys.readouterr().out
-    assert 'recompute = [\n    "layernorm",' in out.read_text(encoding="utf-8")
+    assert "applied suggestion: peak-fits-memory: knobs.recompute=mlp (frees " in capsys.readouterr().out
+    assert 'recompute = [\n    "mlp",' in out.read_text(encoding="utf-8")
     assert main(["check", str(plan), "--fix=suggestions"]) == 2
     assert main(["check", str(plan), "--out", str(out)]) == 2
 
