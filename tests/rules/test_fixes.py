@@ -118,7 +118,9 @@ def test_context_parallelism_cures_a_plan_full_of_attention() -> None:
 
 
 def test_a_dense_model_recomputes_its_mlp() -> None:
-    assert fix_of(DENSE, "peak-fits-memory") == {"knobs.recompute": ["mlp"]}  # norms before its linear layers are part of these
+    assert fix_of(DENSE, "peak-fits-memory") == {
+        "knobs.recompute": ["mlp"]
+    }  # norms before its linear layers are part of these
 
 
 def test_where_no_gpu_at_hand_helps_the_numbers_are_said() -> None:
