@@ -41,6 +41,9 @@ LORA_CASES: list[Case] = [
     case("lora recompute", "deepseek_v3", 2, ep=2, job=EVERY,
          knobs={"recompute": ["layernorm", "mla_up_proj", "moe_act", "mlp"]}),
     case("lora full recompute, pp", "qwen3_next", 4, pp=2, ep=2, job=EVERY, knobs={"recompute": ["full"]}),
+    # Nothing before the experts of the first layer trains, so that no gradient of its rows travels.
+    case("lora of experts, wgrads during dispatch", "qwen3_moe", 2, often=True, ep=2, knobs={"wgrad_overlap": True},
+         job={**EVERY, "lora_targets": ("experts",)}),
     case("lora ep overlap", "qwen3_moe", 2, ep=2, job=EVERY, knobs={"ep_overlap": True, "delay_wgrad": True}),
     case("lora zero-bubble", "qwen3_moe", 2, pp=2, schedule="zero-bubble", job=EVERY),
     case("lora muon", "qwen3_moe", 4, tp=2, ep=2, etp=2, job={**EVERY, **MUON}),

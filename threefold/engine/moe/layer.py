@@ -129,7 +129,8 @@ class MoeLayer(nn.Module):
 
     def compute(self, x_PD: Tensor, weight_P: Tensor, state: DispatchState) -> Tensor:
         """From rows as they arrived to rows ready to be sent back."""
-        if not self.options.wgrad_overlap:
+        # Where nothing before trains, no gradient of rows travels back, and none would finish the queue.
+        if not (self.options.wgrad_overlap and x_PD.requires_grad):
             return self._compute(x_PD, weight_P, state)
         queue = WgradQueue()
         with queue:  # finished once the gradients of the rows are on their way back

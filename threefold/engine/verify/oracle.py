@@ -95,7 +95,7 @@ def on_one_rank(plan: Plan, options: Options) -> tuple[Plan, Options]:
     plain = replace(options, shared_overlap=False, recompute=(), recompute_method=None, recompute_layers=None)
     plain = replace(plain, recompute_save=(), vision_recompute=())
     plain = replace(plain, activation_offload=(), activation_offload_layers=0, expert_fusion=False)
-    plain = replace(plain, graphs=(), compile=False)
+    plain = replace(plain, graphs=(), compile=False, wgrad_overlap=False)
     return replace(plan, layout=Layout(), knobs=knobs), plain
 
 
