@@ -9,7 +9,7 @@ from mutation_registry import breaks, completed_call, replace_attribute, skip_re
 from torch import Tensor
 
 from threefold.engine import build, step
-from threefold.engine.autograd import recompute
+from threefold.engine.autograd import delayed_wgrad, recompute
 from threefold.engine.batch import Padding
 from threefold.engine.dispatch import alltoall, received_rows, rows
 from threefold.engine.dispatch.capacity import Capacity
@@ -82,6 +82,12 @@ def received_rows_are_read_as_they_lie() -> None:
 @breaks("experts in one, ep overlap")
 def results_of_received_rows_are_stored_by_expert() -> None:
     order_of_received_rows("row_TK")
+
+
+@breaks("ep, wgrads during dispatch")
+def weight_gradients_during_dispatch_are_forgotten() -> None:
+    node = delayed_wgrad._FinishInBackward
+    replace_attribute(node, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
 @breaks("etp with biases")

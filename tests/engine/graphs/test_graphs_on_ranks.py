@@ -15,6 +15,7 @@ from test_graphs import batches, graphed_on_ranks, pair
 
 from threefold.engine.autograd.delayed_wgrad import WgradQueue
 from threefold.engine.autograd.linear import use_main_grad_linears
+from threefold.engine.dispatch.static_blocks import StaticRows
 from threefold.engine.schedule import microbatch_runners as runners
 from threefold.engine.verify import oracle
 from threefold.plan.plan import Plan
@@ -139,6 +140,21 @@ def test_rows_without_room_are_run_again_without_the_graph(monkeypatch: pytest.M
     inner = oracle._record_weights_and_states
     monkeypatch.setattr(oracle, "_record_weights_and_states", count)
     compare(with_graphs(blocks("ep", "qwen3_moe", 2, 1.05, ep=2, job={"global_batch": 16}), FULL))
+
+
+@pytest.mark.slow
+def test_rows_without_room_that_are_not_counted_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutation: without the count the replay with dropped rows stands, and its gradients are not one rank's."""
+    place = StaticRows.place
+
+    def uncounted(self: StaticRows, *args: Any) -> Any:
+        placed = place(self, *args)
+        self.overflow.zero_()
+        return placed
+
+    monkeypatch.setattr(StaticRows, "place", uncounted)
+    plan = with_graphs(blocks("ep", "qwen3_moe", 2, 1.05, ep=2, job={"global_batch": 16}), FULL)
+    assert oracle.compare_with_one_rank(plan).largest > 1e-6
 
 
 def test_weight_gradients_wait_for_the_schedule() -> None:
