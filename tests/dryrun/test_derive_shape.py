@@ -50,7 +50,10 @@ def show(folder: Path) -> int:
     return main(["models", f"hf:{folder}", "--json"])
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+# Each starts a process that imports transformers: one in the default suite.
+@pytest.mark.parametrize(
+    "model_type", [next(iter(CONFIGS)), *(pytest.param(each, marks=pytest.mark.slow) for each in [*CONFIGS][1:])]
+)
 def test_counts_are_those_of_the_class(model_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show(write(tmp_path, model_type)) == 0
     facts = json.loads(capsys.readouterr().out)[0]

@@ -557,6 +557,7 @@ def test_interpreted(counts: list[int]) -> None:
     check_kernels(counts, 144, 128, whole, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_interpreter.py")
 def test_interpreted_rows_of_one_scale() -> None:

@@ -77,7 +77,7 @@ def test_interpreted_bytes_of_rows_that_travel_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("rowwise", [False, pytest.param(True, marks=pytest.mark.slow)])  # seconds in the interpreter
 def test_interpreted_bytes_of_fp8_steps(rowwise: bool, columns: bool) -> None:
     from threefold.engine.kernels.fp8.gpu_steps import BlockwiseGpuSteps, RowwiseGpuSteps
 
