@@ -119,7 +119,9 @@ def run_rank(
     """
     mesh = mesh or Mesh(plan.layout, rank)
     parts = build(plan, mesh, dtype=dtype, options=options, with_data=False)
-    skewed = skew_routers(parts, plan, num_sources or plan.layout.dp)
+    # Under dynamic CP the rank that has a microbatch follows from its lengths, which one rank does not know.
+    has_sources = not (same_rows or plan).shards_dynamically or plan.job.load != "ragged-sources"
+    skewed = skew_routers(parts, plan, num_sources or plan.layout.dp) if has_sources else None
     results = RankResults(frozen=set(parts.data.frozen))
     frozen = _frozen_weights(parts)
 
