@@ -26,7 +26,7 @@ def plan_of(**knobs: object) -> Plan:
 
 
 def test_one_hot_rank_is_copied_as_counted_by_hand() -> None:
-    """Of 128 experts on 8 ranks 8 neighbors get half of the rows, 1/16 each, and the other half is spread over 120.
+    """With 128 experts on 8 ranks, 8 neighbors get half of the rows, 1/16 each, and the other half is spread over 120.
 
     The hot rank has 8/16 + 8/240 = 0.533 of all rows, 4.27 times the mean. Seven ranks have one slot each, and each
     takes one hot expert as far as it has room: 0.125 - 0.0667 of all rows, which is less than the expert's 0.0625.

@@ -62,7 +62,7 @@ def test_skews_are_those_of_drawn_tokens(load: str) -> None:
 
 
 def test_skews_by_hand() -> None:
-    """Of 128 experts 8 are hot: on 16 ranks of 8 they are one rank's, which gets half of all rows: 8 times the mean."""
+    """Eight of 128 experts are hot: on 16 ranks they are one rank's, which gets half of all rows: 8 times the mean."""
     assert load_of(loaded("hot-rank")).skew == pytest.approx(8, rel=1e-3)
     assert load_of(loaded("idle-experts")).skew == pytest.approx(4 / 3, rel=0.02)
     # A quarter of 8 ranks in the one domain of 8 stays empty, or none of it: 12 ranks have 16/12, the others 0.

@@ -155,9 +155,9 @@ def drawn_choices(
 ) -> "NDArray[np.int64]":
     """The `top_k` different experts of each token. `balanced` takes them in turn, as forced balance does.
 
-    Of a scale on which each expert is as long as its expected copies of a token, points at distance 1 from a drawn
-    start choose (systematic sampling): an expert's chance is its share, and no expert is hit twice. Each draw orders
-    the experts anew, so that neighbors are as often chosen together as others.
+    This is systematic sampling. The experts lie on a line, each as long as its expected copies of a token, and points
+    at distance 1 from a drawn start choose those that they hit: an expert's chance is its share, and none is hit twice.
+    Each draw orders the experts anew, so that neighbors are as often chosen together as others.
     """
     import numpy as np
 

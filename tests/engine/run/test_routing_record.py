@@ -62,7 +62,7 @@ def test_source_ranks_are_recorded_apart(tmp_path: Path) -> None:
     record = read_load(tmp_path)
     assert record.counts == (((3.0, 5.0),),) * 2
     assert record.sources == (((6.0, 2.0),), ((0.0, 8.0),))
-    # Of the copies of each source 3/8 go elsewhere than those of both together.
+    # 3/8 of the copies of each source go elsewhere than those of both together.
     assert summarize_load(tmp_path).layers[0].ragged == pytest.approx(3 / 8)
 
 

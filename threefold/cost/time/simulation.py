@@ -103,8 +103,8 @@ def simulate_step(plan: Plan, jitter: float, spread: float = 0.0, draws: int = D
 
 
 def _load_seconds(plan: Plan, stage: int, rates: Rates) -> tuple[float, float]:
-    """Of an uneven load: seconds of a step in which experts are copied, and the deviation of a pass by chance over its
-    length."""
+    """Seconds of a step in which experts are copied, and the relative deviation of a pass by chance; zeros where the
+    load is balanced."""
     if not is_uneven(plan):
         return 0.0, 0.0
     layers = [layer for chunk in stage_contents(plan)[stage].chunks for layer in chunk_layers(plan, chunk)]
